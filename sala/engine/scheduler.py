@@ -25,14 +25,11 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from sala.config import Regime
 from sala.options import Attention
 from sala.protocol import Capacity, Control, Gathered, SampledToken, Sampling
-
-if TYPE_CHECKING:
-    from sala.engine.cache import Hybrid  # which imports this module
 
 MUCH_SHORTER = 4  # times: such a prompt may overtake
 LEAST_BUDGET = 512  # tokens of prefill in a step, however slow it is
@@ -174,11 +171,27 @@ class Work:
     source: str = ""  # of the drafts
 
 
+class SequenceCache(Protocol):
+    """What the scheduler asks of the cache."""
+
+    def admit(self, sequence: SequenceState) -> bool:
+        """Give a sequence what it needs to start. Return False if there is not enough."""
+        ...
+
+    def extend(self, sequence: SequenceState, num_tokens: int) -> bool:
+        """Give a sequence pages for `num_tokens` tokens in all. Return False if there are too few."""
+        ...
+
+    def release(self, sequence: SequenceState) -> None:
+        """Release everything a sequence holds."""
+        ...
+
+
 class Scheduler:
     """Holds the waiting and the running sequences and plans each step."""
 
-    def __init__(self, hybrid: "Hybrid", capacity: Capacity, max_batch: int, prefill_s: float) -> None:
-        self._hybrid = hybrid
+    def __init__(self, memory: SequenceCache, capacity: Capacity, max_batch: int, prefill_s: float) -> None:
+        self._memory = memory
         self.max_batch = max_batch
         self._step_tokens = capacity.prefill_chunk
         self._page_size = capacity.page_size
@@ -208,7 +221,7 @@ class Scheduler:
 
     def preempt(self, sequence: SequenceState) -> None:
         """Put a running sequence back into the queue: it keeps its tokens and gives up its memory."""
-        self._hybrid.release(sequence)
+        self._memory.release(sequence)
         self.remove(sequence)
         self.requeue(sequence)
         self.num_preemptions += 1
@@ -294,7 +307,7 @@ class Scheduler:
 
     def _make_room(self, sequence: SequenceState) -> bool:
         """Return whether a sequence has a place now, if necessary that of another."""
-        while len(self.running) >= self.max_batch or not self._hybrid.admit(sequence):
+        while len(self.running) >= self.max_batch or not self._memory.admit(sequence):
             if not self._preempt_for(sequence):
                 return False
         return True
@@ -343,10 +356,10 @@ class Scheduler:
 
     def _has_page(self, sequence: SequenceState) -> bool:
         """Reserve space for the next token, preempting the youngest sequence if necessary."""
-        while sequence.is_running and not self._hybrid.extend(sequence, sequence.length):
+        while sequence.is_running and not self._memory.extend(sequence, sequence.length):
             self.preempt(self.running[-1])
         return sequence.is_running
 
     def can_draft(self, sequence: SequenceState, count: int) -> bool:
         """Reserve pages for drafts, but never by preempting another sequence."""
-        return self._hybrid.extend(sequence, len(sequence.tokens) + count)
+        return self._memory.extend(sequence, len(sequence.tokens) + count)

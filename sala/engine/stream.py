@@ -106,6 +106,9 @@ class Event:
         return tuple(one.token for one in self.sampled)
 
 
+OnProgress = Callable[[int, int], None]  # (tokens of the prompt that are done, all of them)
+
+
 @dataclass(frozen=True, slots=True)
 class PromptProgress:
     """How far the prompt of answer number `index` has been computed, `seconds` after the request was accepted."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from sala.engine.requests import Call, Prompt, PromptScoring, Submission
 from sala.engine.sessions import SessionStore
-from sala.engine.stream import Completion, Event, StreamItem
+from sala.engine.stream import Completion, Event, OnProgress, StreamItem
 from sala.llm import base
 from sala.llm.scores import perplexity
 from sala.protocol import SampledToken, Sampling
@@ -16,7 +16,7 @@ from sala.protocol import SampledToken, Sampling
 if TYPE_CHECKING:
     import numpy
 
-    from sala.llm.documents import AsyncDocuments, DocumentAnswer
+    from sala.llm.documents import AsyncDocuments, DocumentAnswer, Paths
 
 
 class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion]]):
@@ -49,14 +49,14 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
         async for key, _, result in self.service.arun_all(prepare(), max_waiting):
             yield key, result
 
-    async def read(self, paths: base.Paths) -> "AsyncDocuments":
+    async def read(self, paths: "Paths") -> "AsyncDocuments":
         """Read files, directories and globs, ready for questions; `left_out` says what could not be read, and why."""
         from sala.llm.documents import AsyncDocuments
 
         return await asyncio.to_thread(AsyncDocuments.read, self, paths)
 
     async def ask(
-        self, paths: base.Paths, question: str, sampling: Sampling | None = None, **more: Any
+        self, paths: "Paths", question: str, sampling: Sampling | None = None, **more: Any
     ) -> "DocumentAnswer":
         """Answer a question about files; `more` are arguments of `Documents.ask`. Long ones are summarised by parts."""
         return await (await self.read(paths)).ask(question, sampling, **more)
@@ -83,7 +83,7 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
         store: SessionStore,
         name: str,
         prompt: Prompt,
-        on_progress: base.OnProgress | None = None,
+        on_progress: OnProgress | None = None,
         adapter: str | None = None,
     ) -> int:
         """Compute a prompt and save its KV cache under a name; returns its number of tokens."""
@@ -97,7 +97,7 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
         """Load a saved KV cache; returns its tokens, to be continued."""
         return await asyncio.wrap_future(self.service.execute(self._load, store, name))
 
-    async def warm_up(self, on_progress: base.OnProgress | None = None) -> None:
+    async def warm_up(self, on_progress: OnProgress | None = None) -> None:
         """Compile kernels and capture graphs for the usual requests now; without a GPU there is nothing to do."""
         await asyncio.wrap_future(self._warm_up(on_progress))
 
@@ -118,7 +118,7 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
     async def _collect(self, prepare: base.Prepare, finish: base.Finish, on_progress: Any) -> Any:
         return finish([item async for item in self._read(prepare, on_progress)])
 
-    async def _stream(self, call: Call, on_progress: base.OnProgress | None) -> AsyncIterator[Event]:
+    async def _stream(self, call: Call, on_progress: OnProgress | None) -> AsyncIterator[Event]:
         items = self._read(lambda: self._prepare(call, on_progress=on_progress, is_streamed=True), on_progress)
         async with contextlib.aclosing(items):
             async for item in items:
@@ -128,7 +128,7 @@ class AsyncLLM(base.BaseLLM[AsyncIterator[Event], Coroutine[Any, Any, Completion
     async def _score(self, prepare: Callable[[], PromptScoring]) -> Any:
         return await self._collect(lambda: Submission(scores=[prepare()]), base.parts_of, None)
 
-    async def _read(self, prepare: base.Prepare, on_progress: base.OnProgress | None) -> AsyncGenerator[StreamItem]:
+    async def _read(self, prepare: base.Prepare, on_progress: OnProgress | None) -> AsyncGenerator[StreamItem]:
         async with await self.service.open(prepare) as stream:
             base.report_start(stream.handle.submission, on_progress)
             async for item in stream:

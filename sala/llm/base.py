@@ -19,7 +19,7 @@ from sala.engine.requests import Call, InputProcessor, Prompt, PromptScoring, Su
 from sala.engine.scheduler import as_bytes, as_tokens
 from sala.engine.service import EngineService
 from sala.engine.sessions import DiskTier, SessionStore
-from sala.engine.stream import Completion, Event, PromptProgress, PromptScores, StreamItem
+from sala.engine.stream import Completion, Event, OnProgress, PromptProgress, PromptScores, StreamItem
 from sala.engine.tiers import TieredHybrid
 from sala.errors import ConfigError, InputError
 from sala.generation_config import read_stop_ids, recommended_sampling
@@ -35,13 +35,11 @@ from sala.text.tokenizer import Message, Tokenizer
 if TYPE_CHECKING:
     import numpy
 
-    from sala.llm.documents import DocumentAnswer, Documents
+    from sala.llm.documents import DocumentAnswer, Documents, Paths
 
 Events = TypeVar("Events")
 Answer = TypeVar("Answer")
-OnProgress = Callable[[int, int], None]  # (tokens of the prompt that are done, all of them)
 Prepare = Callable[[], Submission]
-Paths = Sequence[str | Path] | str | Path
 Finish = Callable[[Iterable[StreamItem]], Any]
 MAX_WAITING = 64  # calls of `many` that are queued at a time
 
@@ -373,13 +371,13 @@ class LLM(BaseLLM[Iterator[Event], Completion]):
         for key, _, result in self.service.run_all(source, max_waiting):
             yield key, result
 
-    def read(self, paths: Paths) -> "Documents":
+    def read(self, paths: "Paths") -> "Documents":
         """Read files, directories and globs, ready for questions; `left_out` says what could not be read, and why."""
         from sala.llm.documents import Documents
 
         return Documents.read(self, paths)
 
-    def ask(self, paths: Paths, question: str, sampling: Sampling | None = None, **more: Any) -> "DocumentAnswer":
+    def ask(self, paths: "Paths", question: str, sampling: Sampling | None = None, **more: Any) -> "DocumentAnswer":
         """Answer a question about files; `more` are arguments of `Documents.ask`. Long ones are summarised by parts."""
         return self.read(paths).ask(question, sampling, **more)
 

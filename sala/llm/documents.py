@@ -3,20 +3,17 @@
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 from sala.documents.model import Document, LeftOut, Section
 from sala.documents.packing import EncodedDocument, PackedDocuments, encode_documents, pack, split
 from sala.documents.reader import OnFile, read_documents
 from sala.engine.requests import Attachment, Call
-from sala.engine.stream import Completion
+from sala.engine.stream import Completion, OnProgress
 from sala.errors import InputError
 from sala.protocol import Sampling
 from sala.text.sources import MAX_PASSAGES, Passage, PromptText, Quote, Sources
 from sala.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from sala.llm.base import BaseLLM, OnProgress, Paths
 
 MAX_SUMMARY = 512  # tokens
 NOTHING = "nothing"  # a summary of a part that does not help
@@ -29,7 +26,22 @@ FROM_SUMMARIES = """\
 The documents above are summaries of all parts of a longer text. Answer from them.
 
 Question: {question}"""
+Paths = Sequence[str | Path] | str | Path
 OnPart = Callable[[int, int, str], None]  # (number of the part, how many there are, its summary)
+
+
+class AnyLLM(Protocol):
+    """What documents need of the model: an LLM, or an AsyncLLM, whose answers are coroutines."""
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def ctx(self) -> int: ...
+
+    def merge_sampling(self, sampling: Sampling | None, settings: dict[str, Any]) -> Sampling: ...
+
+    def answer(self, call: Call, on_progress: OnProgress | None = None) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +144,7 @@ class DocumentAnswer:
 class Documents:
     """Documents as tokens of one model, ready for questions. Raises InputError if there are none."""
 
-    llm: "BaseLLM[Any, Any]"
+    llm: AnyLLM
     entries: list[EncodedDocument]
     left_out: list[LeftOut] = field(default_factory=list)
 
@@ -142,7 +154,7 @@ class Documents:
             raise InputError("documents", f"hold no text ({reasons or 'no files'})", "name other files")
 
     @classmethod
-    def read(cls, llm: "BaseLLM[Any, Any]", paths: "Paths", on_file: OnFile | None = None) -> Self:
+    def read(cls, llm: AnyLLM, paths: Paths, on_file: OnFile | None = None) -> Self:
         found = read_documents([paths] if isinstance(paths, str | Path) else paths, on_file)
         return cls(llm, encode_documents(found.documents, llm.tokenizer), found.left_out)
 
@@ -169,7 +181,7 @@ class Documents:
         sampling: Sampling,
         system: str | None = None,
         on_part: OnPart | None = None,
-        on_progress: "OnProgress | None" = None,
+        on_progress: OnProgress | None = None,
     ) -> PreparedQuestion:
         """Return a question to be answered; longer documents are read and summarised part by part meanwhile."""
         steps = self._steps(question, sampling, system, on_part)
@@ -220,7 +232,7 @@ class Documents:
         *,
         system: str | None = None,
         on_part: OnPart | None = None,
-        on_progress: "OnProgress | None" = None,
+        on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> DocumentAnswer:
         """Answer a question. The next one reuses the documents as long as the cache holds them."""
@@ -250,7 +262,7 @@ class AsyncDocuments(Documents):
         *,
         system: str | None = None,
         on_part: OnPart | None = None,
-        on_progress: "OnProgress | None" = None,
+        on_progress: OnProgress | None = None,
         **settings: Any,
     ) -> DocumentAnswer:
         """Answer a question, like `Documents.ask`."""

@@ -12,7 +12,7 @@ cannot be rolled back, so mlx-lm neither trims the cache nor batches sequences o
 import copy
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -20,8 +20,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from sala.backends.mlx.batch import Batch, Span
-from sala.backends.mlx.cache import HybridCache
+from sala.backends.mlx.batch import Batch
+from sala.backends.mlx.cache import HybridCache, Indices, Span
 from sala.backends.mlx.dispatch import select_ops
 from sala.backends.mlx.model import Layer, SalaModel
 from sala.backends.mlx.ops import REFERENCE
@@ -141,10 +141,10 @@ class WholePages:
     def __init__(self, sparse: SparseConfig) -> None:
         self.sparse = sparse
 
-    def append(self, batch: Batch, k: mx.array, v: mx.array) -> None:
+    def append(self, spans: Sequence[Span], indices: Indices, k: mx.array, v: mx.array) -> None:
         """Store keys and values of sequences of one length; the last page of each is padded with zeros."""
-        rows, block = len(batch.spans), self.sparse.block_size
-        pad = -batch.spans[0].length % block
+        rows, block = len(spans), self.sparse.block_size
+        pad = -spans[0].length % block
 
         def pages(x: mx.array) -> mx.array:
             x = mx.pad(x.reshape(rows, -1, *x.shape[1:]), [(0, 0), (0, pad), (0, 0), (0, 0)])

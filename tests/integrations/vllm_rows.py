@@ -5,8 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import Span
-from sala.backends.torch.cache import KVPages
+from sala.backends.torch.cache import KVPages, Span
 from sala.backends.torch.model import SparseMixer
 from sala.backends.torch.ops import REFERENCE
 from sala.checkpoint.random import TINY

@@ -85,7 +85,7 @@ class Both:
             else:
                 hidden = self.model(batch, cache)
                 found.append(hidden if wanted is None else hidden[wanted])
-            cache.fold(batch, accepted or [row.num_drafts + 1 for row in rows])
+            batch.fold_accepted(accepted or [row.num_drafts + 1 for row in rows])
         near = {"rtol": self.tolerance, "atol": self.tolerance}
         torch.testing.assert_close(found[1], found[0], **near)
         for layer, states in self.caches[0].states.items():
@@ -140,7 +140,7 @@ def test_hidden_states_are_kept_for_a_draft_head(device: torch.device) -> None:
             batch = pack(Plan(rows), device, features=Features((1, 2)))
             with torch.inference_mode():
                 _ = both.steps(batch, cache, None, []) if is_fast else both.model(batch, cache)
-                cache.fold(batch, [row.num_drafts + 1 for row in rows])
+                batch.fold_accepted([row.num_drafts + 1 for row in rows])
             assert batch.features is not None
             found.append(batch.features.states)
         for want, got in zip(*found, strict=True):

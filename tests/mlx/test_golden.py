@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from sala.backends.mlx.batch import Span
+from sala.backends.mlx.cache import Span
 from sala.backends.mlx.executor import MlxExecutor, open_executor
 from sala.backends.mlx.model import SparseMixer
 from sala.checkpoint.reader import Checkpoint

@@ -150,7 +150,7 @@ def test_drafts_get_the_bits_of_plain_decoding(models: Path, shape: str, sparse_
         batch = pack(Plan((row,)), drafted.device, drafted.ops)
         with torch.inference_mode():
             found = drafted.forward(batch, drafted.cache)
-            drafted.cache.fold(batch, [5])
+            batch.fold_accepted([5])
     finally:
         torch.set_num_threads(before)
     assert torch.equal(found, torch.cat(one_by_one))

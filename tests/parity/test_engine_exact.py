@@ -140,7 +140,7 @@ def test_several_answers_share_one_reading(tiny: Path) -> None:
 @pytest.mark.parametrize("fault", ["advance", "snapshot"])
 def test_planted_faults_change_the_tokens(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests can fail: a state advanced past the accepted tokens, or a snapshot one token off, is seen."""
-    from sala.backends.torch import cache
+    from sala.backends.torch import batch
 
     rng = random.Random(31)
     prompt = [rng.randrange(256) for _ in range(100)]
@@ -148,11 +148,10 @@ def test_planted_faults_change_the_tokens(fault: str, monkeypatch: pytest.Monkey
     model.engine.speculation._is_measured = False
     want = plain("block16", prompt, max_tokens=40)
     if fault == "advance":
-        fold = cache.HybridCache.fold
+        fold = batch.Batch.fold_accepted
         monkeypatch.setattr(
-            cache.HybridCache, "fold",
-            lambda self, batch, accepted: fold(self, batch, [span.length for span in batch.spans]),
-        )  # fmt: skip
+            batch.Batch, "fold_accepted", lambda self, accepted: fold(self, [span.length for span in self.spans])
+        )
     else:
         model.generate(prompt, **GREEDY)
         for snapshot in model.engine.hybrid.prefix:

@@ -24,7 +24,7 @@ TWINS: dict[str, tuple[str, ...]] = {
     "SalaCache": ("plugins/mlx_lm", "plugins/transformers/cache"),
     "SalaForCausalLM": ("plugins/transformers/model", f"{VLLM}model"),
     "SalaModel": (f"{MLX}model", f"{TORCH}model"),
-    "Span": (f"{MLX}batch", f"{TORCH}batch"),
+    "Span": (f"{MLX}cache", f"{TORCH}cache"),
     "SparseMixer": (f"{MLX}model", f"{TORCH}model", f"{VLLM}sparse"),
     # the same choice in two interfaces of OpenAI, which write it in different shapes
     "AllowedTools": ("server/api/chat", "server/api/responses"),

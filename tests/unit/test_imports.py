@@ -3,8 +3,10 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 import sala
@@ -41,6 +43,14 @@ new = {name.partition('.')[0] for name in set(sys.modules) - loaded}
 assert not new - set(sys.stdlib_module_names) - {'sala'}, new
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_modules_do_not_import_each_other_in_a_circle() -> None:
+    """Imports for type checkers alone, and those inside functions, count too."""
+    graph = grimp.build_graph("sala", cache_dir=None)
+    assert len(graph.modules) > 300
+    imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    TopologicalSorter(imports).prepare()  # a CycleError names the modules
 
 
 def test_every_public_name_is_there() -> None:

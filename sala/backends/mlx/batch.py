@@ -4,47 +4,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
 
+from sala.backends.mlx.cache import Indices, Span
+from sala.backends.mlx.gather import Gather
 from sala.backends.mlx.ops import REFERENCE, Ops
-from sala.backends.rows import PackedRows, RowSpan, as_slice, token_ids
+from sala.backends.rows import PackedRows, as_slice, token_ids
 from sala.protocol import Plan
-
-if TYPE_CHECKING:
-    from sala.backends.mlx.gather import Gather
-
-Numbers = np.ndarray[Any, np.dtype[np.int32]]
-
-
-@dataclass(frozen=True)
-class Span(RowSpan):
-    """One row, with its page table."""
-
-    @cached_property
-    def numbers(self) -> Numbers:
-        """[N] block → page, on the host."""
-        return np.asarray(self.pages, np.int32)
-
-    @cached_property
-    def table(self) -> mx.array:
-        """[N] block → page."""
-        return mx.array(self.numbers)
-
-    def rows(self, start: int, end: int, per_page: int) -> Numbers:
-        """Return the indices of rows start…end of the sequence in a pool with `per_page` rows per page."""
-        rows = np.arange(start, end, dtype=np.int32)
-        return self.numbers[rows // per_page] * per_page + rows % per_page
 
 
 @dataclass(frozen=True)
 class Batch(PackedRows[Span]):
     ops: Ops = REFERENCE
     computed: mx.array | None = None  # the tokens, where they are not known yet: the step before samples them
-    indices: dict[object, mx.array] = field(default_factory=dict)  # rows of pools that the batch writes, by pool
-    gather: "Gather | None" = None  # takes what the sampled rows attend to
+    indices: Indices = field(default_factory=dict)  # filled by the first layer
+    gather: Gather | None = None  # takes what the sampled rows attend to
 
     @cached_property
     def tokens(self) -> mx.array:
@@ -63,7 +39,7 @@ class Batch(PackedRows[Span]):
         return list(mx.split(x, list(accumulate(self.lengths))[:-1]))
 
 
-def pack(plan: Plan, ops: Ops = REFERENCE, tokens: mx.array | None = None, gather: "Gather | None" = None) -> Batch:
+def pack(plan: Plan, ops: Ops = REFERENCE, tokens: mx.array | None = None, gather: Gather | None = None) -> Batch:
     """Return the rows of a plan as one batch, which the model runs by `ops`; `tokens` [T] replace those of the rows."""
     return Batch(token_ids(plan), tuple(Span.of(row) for row in plan.rows), ops, tokens, gather=gather)
 

@@ -13,16 +13,40 @@ is replaced as a whole, so that every slot has its own array and a copy costs no
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from sala.backends.mlx.batch import Batch, Numbers, Span
 from sala.backends.mlx.ops.sparse import pool_keys
-from sala.backends.rows import POOLS, rows_per_page
+from sala.backends.rows import POOLS, RowSpan, rows_per_page
 from sala.config import SalaConfig, SparseConfig
 
 FIRST_PAGES = 64  # of a new pool: 4,096 tokens
+Numbers = np.ndarray[Any, np.dtype[np.int32]]
+Indices = dict[object, mx.array]  # rows of pools that a batch writes, by pool: all layers share them
+
+
+@dataclass(frozen=True)
+class Span(RowSpan):
+    """One row, with its page table."""
+
+    @cached_property
+    def numbers(self) -> Numbers:
+        """[N] block → page, on the host."""
+        return np.asarray(self.pages, np.int32)
+
+    @cached_property
+    def table(self) -> mx.array:
+        """[N] block → page."""
+        return mx.array(self.numbers)
+
+    def rows(self, start: int, end: int, per_page: int) -> Numbers:
+        """Return the indices of rows start…end of the sequence in a pool with `per_page` rows per page."""
+        rows = np.arange(start, end, dtype=np.int32)
+        return self.numbers[rows // per_page] * per_page + rows % per_page
 
 
 class KVPages:
@@ -48,40 +72,43 @@ class KVPages:
     def pools(self) -> list[mx.array]:
         return [self.k, self.v, self.k1, self.k2]
 
-    def append(self, batch: Batch, k: mx.array, v: mx.array) -> None:
-        """Write k, v [T, G, D] at the spans' positions and pool the windows that they complete."""
-        rows, num_tails = _token_rows(batch, self.sparse.block_size)
+    def append(self, spans: Sequence[Span], indices: Indices, k: mx.array, v: mx.array) -> None:
+        """Write k, v [T, G, D] at the spans' positions and pool the windows that they complete.
+
+        The first layer of a batch fills `indices`.
+        """
+        rows, num_tails = _token_rows(spans, self.sparse.block_size)
         # Masked rows are still multiplied by 0, and 0 * NaN is NaN: numbers of an earlier owner must not leak in.
         tails = mx.zeros((num_tails, *k.shape[1:]), dtype=k.dtype)
         for name, new in (("k", k), ("v", v)):
             new = mx.concatenate([new, tails]) if num_tails else new
-            self._write(name, batch, rows, new.swapaxes(0, 1))
+            self._write(name, indices, rows, new.swapaxes(0, 1))
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
-        self._pool("k1", batch, kernel, stride)
-        self._pool("k2", batch, 4 * kernel, 4 * stride)
+        self._pool("k1", spans, indices, kernel, stride)
+        self._pool("k2", spans, indices, 4 * kernel, 4 * stride)
 
-    def _pool(self, name: str, batch: Batch, kernel: int, stride: int) -> None:
+    def _pool(self, name: str, spans: Sequence[Span], indices: Indices, kernel: int, stride: int) -> None:
         overlap, per_page = kernel // stride, self.sparse.block_size // stride
         rows, pooled = [], []
-        for span in batch.spans:
+        for span in spans:
             first, end = max(span.start // stride, overlap - 1), span.end // stride
             if first < end:
                 keys = _read(self.k, span, (first + 1 - overlap) * stride, end * stride)
                 rows.append(span.rows(first, end, per_page))
                 pooled.append(pool_keys(keys, kernel, stride))
         if rows:
-            self._write(name, batch, np.concatenate(rows), mx.concatenate(pooled, axis=1))
+            self._write(name, indices, np.concatenate(rows), mx.concatenate(pooled, axis=1))
 
-    def _write(self, name: str, batch: Batch, rows: Numbers, new: mx.array) -> None:
-        """Write new [G, R, D] into rows [R] of the pool's pages, in one update; all layers share the indices."""
+    def _write(self, name: str, indices: Indices, rows: Numbers, new: mx.array) -> None:
+        """Write new [G, R, D] into rows [R] of the pool's pages, in one update."""
         pool: mx.array = getattr(self, name)
         groups, num_pages, per_page, dim = pool.shape
         key = "k" if name == "v" else name  # keys and values have the same rows
-        if key not in batch.indices:
+        if key not in indices:
             heads = np.arange(groups, dtype=np.int32)[:, None] * (num_pages * per_page)
-            batch.indices[key] = mx.array((heads + rows).reshape(-1))
+            indices[key] = mx.array((heads + rows).reshape(-1))
         flat = pool.reshape(-1, dim)
-        flat[batch.indices[key]] = new.reshape(-1, dim)
+        flat[indices[key]] = new.reshape(-1, dim)
         setattr(self, name, flat.reshape(pool.shape))
 
     def keys_values(self, span: Span, length: int) -> tuple[mx.array, mx.array]:
@@ -97,11 +124,11 @@ class KVPages:
         return k1, k2
 
 
-def _token_rows(batch: Batch, block_size: int) -> tuple[Numbers, int]:
+def _token_rows(spans: Sequence[Span], block_size: int) -> tuple[Numbers, int]:
     """Return the rows of the tokens in [P * B] followed by the rest of every new page, and the number of the latter."""
-    rows = [span.rows(span.start, span.end, block_size) for span in batch.spans]
+    rows = [span.rows(span.start, span.end, block_size) for span in spans]
     tails = []
-    for span in batch.spans:
+    for span in spans:
         block, offset = divmod(span.end, block_size)
         if offset and block * block_size >= span.start:
             tails.append(span.rows(span.end, (block + 1) * block_size, block_size))

@@ -5,19 +5,15 @@ rows that want them.
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import numpy as np
 
+from sala.backends.mlx.cache import KVPages, Span
 from sala.backends.mlx.ops.sparse import block_shares
 from sala.backends.sources import GatheredBlocks, GatherRequest, HeadWeights
 from sala.config import SalaConfig
 from sala.protocol import Plan
-
-if TYPE_CHECKING:
-    from sala.backends.mlx.batch import Span
-    from sala.backends.mlx.cache import KVPages
 
 
 class Gather:
@@ -33,9 +29,7 @@ class Gather:
         asked = GatherRequest.of(plan.rows) if config.sparse_layers else None
         return None if asked is None else cls(asked, config)
 
-    def add(
-        self, index: int, span: "Span", q: mx.array, selected: mx.array | None, pages: "KVPages", scale: float
-    ) -> None:
+    def add(self, index: int, span: Span, q: mx.array, selected: mx.array | None, pages: KVPages, scale: float) -> None:
         """Gather the next sparse layer for a span: q [n, H, D], and the blocks that its sparse rows have selected."""
         if index not in self.layers:
             return
@@ -74,7 +68,7 @@ class Gather:
         return self.asked.join(plan, blocks, weights.weigh(shares, config.num_key_value_heads), config)
 
 
-def every_block(positions: mx.array, pages: "KVPages", num_blocks: int) -> mx.array:
+def every_block(positions: mx.array, pages: KVPages, num_blocks: int) -> mx.array:
     """Blocks that dense rows attend to, [n, G, N]; -1 beyond their own."""
     own = (positions // pages.sparse.block_size)[:, None, None]
     block = mx.arange(num_blocks, dtype=mx.int32)

@@ -13,8 +13,8 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 
-from sala.backends.mlx.batch import Batch, Span
-from sala.backends.mlx.cache import HybridCache, KVPages
+from sala.backends.mlx.batch import Batch
+from sala.backends.mlx.cache import HybridCache, KVPages, Span
 from sala.backends.mlx.ops import Ops, dense
 from sala.backends.mlx.ops.lightning import decay_slopes
 from sala.config import SalaConfig
@@ -103,7 +103,7 @@ class SparseMixer(Mixer):
         q, k, v = self.project(x, batch)
         if self.log_base is not None:
             q = dense.grow_queries(q, batch.positions, self.log_base)
-        pages.append(batch, k, v)  # of all rows, before any of them reads
+        pages.append(batch.spans, batch.indices, k, v)  # of all rows, before any of them reads
         rows = [self.attend(index, row, pages, batch) for index, row in enumerate(batch.split(q))]
         o = (rows[0] if len(rows) == 1 else mx.concatenate(rows)).reshape(x.shape[0], -1)
         if self.o_gate is not None:

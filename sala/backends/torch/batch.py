@@ -3,29 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from sala.backends.rows import PackedRows, RowSpan, as_slice, token_ids
+from sala.backends.rows import PackedRows, as_slice, token_ids
+from sala.backends.torch.cache import Span, send
+from sala.backends.torch.gather import Gather
 from sala.backends.torch.ops import REFERENCE, Ops
 from sala.protocol import Plan
-
-if TYPE_CHECKING:
-    from sala.backends.torch.gather import Gather
-
-
-@dataclass(frozen=True)
-class Span(RowSpan):
-    """One row, with its page table."""
-
-    device: torch.device
-
-    @cached_property
-    def table(self) -> Tensor:
-        """[N] block → page."""
-        return send(torch.tensor(self.pages, dtype=torch.long), self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +52,7 @@ class Batch(PackedRows[Span]):
     device: torch.device
     ops: Ops = REFERENCE
     settle: list[Callable[[Sequence[int]], None]] = field(default_factory=list)  # filled by the fused forward instead
-    gather: "Gather | None" = None  # takes what the sampled rows attend to
+    gather: Gather | None = None  # takes what the sampled rows attend to
     features: Features | None = None  # takes hidden states after some layers
 
     @cached_property
@@ -79,22 +65,23 @@ class Batch(PackedRows[Span]):
         """[T]"""
         return send(torch.cat([torch.arange(span.start, span.end) for span in self.spans]), self.device)
 
+    def fold_accepted(self, num_accepted: Sequence[int]) -> None:
+        """Advance the states of spans with drafts by the tokens that were accepted."""
+        for settle in self.settle:
+            settle(num_accepted)
+        self.fold(num_accepted, self.ops.lightning_fold)
+
 
 def pack(
     plan: Plan,
     device: torch.device,
     ops: Ops = REFERENCE,
-    gather: "Gather | None" = None,
+    gather: Gather | None = None,
     features: Features | None = None,
 ) -> Batch:
     """Return the rows of a plan as one batch, which the model runs by `ops`."""
     spans = tuple(Span.of(row, device) for row in plan.rows)
     return Batch(token_ids(plan), spans, device, ops, gather=gather, features=features)
-
-
-def send(values: Tensor, device: torch.device) -> Tensor:
-    """Copy values to the device; to a GPU asynchronously, so that the host can go on launching kernels."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
 
 
 def take(hidden: Tensor, rows: Sequence[int]) -> Tensor:

@@ -14,15 +14,15 @@ and after each chunk of 64 tokens in prefill, wherever a prompt is cut.
 import math
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.rows import CachedTensor, rows_per_page
-from sala.backends.torch.batch import Batch, Span
+from sala.backends.rows import CachedTensor, RowSpan, rows_per_page
 from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
 
@@ -31,6 +31,23 @@ LARGEST_FP8 = 448.0  # of e4m3
 INFINITY_BITS = 0x7F800000  # of fp32
 MIN_EXPONENT, MAX_EXPONENT = 63, 246  # biased: all numbers are normal and finite in fp32
 Allocate = Callable[..., Tensor]  # by shape and dtype, as torch.empty
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy values to the device; to a GPU asynchronously, so that the host can go on launching kernels."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values.to(device)
+
+
+@dataclass(frozen=True)
+class Span(RowSpan):
+    """One row, with its page table."""
+
+    device: torch.device
+
+    @cached_property
+    def table(self) -> Tensor:
+        """[N] block → page."""
+        return send(torch.tensor(self.pages, dtype=torch.long), self.device)
 
 
 def raw(pool: Tensor) -> Tensor:
@@ -204,12 +221,6 @@ class HybridCache:
             layer: states[list(slots)].clone() for layer, states in self.states.items() if layer < num_layers
         }
         return view
-
-    def fold(self, batch: Batch, num_accepted: Sequence[int]) -> None:
-        """Advance the states of spans with drafts by the tokens that were accepted."""
-        for settle in batch.settle:
-            settle(num_accepted)
-        batch.fold(num_accepted, batch.ops.lightning_fold)
 
     def copy_page(self, source: int, target: int, num_rows: int) -> None:
         for layer in self.pages.values():

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sala.backends.rows import DRAFT_PREFIX, GREEDY_BELOW, is_adjusted, point_of, sampling_of
-from sala.backends.torch.batch import Batch, Features, Span
+from sala.backends.torch.batch import Batch, Features
+from sala.backends.torch.cache import Span
 from sala.backends.torch.kernels import native
 from sala.backends.torch.linears import AffineLinear, HalfLinear
 from sala.backends.torch.loader import read_tensor

@@ -162,7 +162,7 @@ class TorchExecutor:
         places = places_of(plan)
         logits = self.scores(hidden, [row.adapter for row, _ in places])
         sampled = keep_agreed(plan, sample_all(logits, places))
-        self.cache.fold(batch, [len(tokens) for tokens in sampled])
+        batch.fold_accepted([len(tokens) for tokens in sampled])
         drafts = (row.num_drafts for row in plan.rows)
         kept = zip(batch.lengths, drafts, sampled, strict=True)
         self._follow(batch, [length - count + max(0, len(tokens) - 1) for length, count, tokens in kept])

@@ -4,20 +4,16 @@ The C++ decode fills `blocks` and `shares` itself. Elsewhere the sparse layers c
 once more for the few rows that want them.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sala.backends.sources import GatheredBlocks, GatherRequest, HeadWeights
-from sala.backends.torch.batch import Span
-from sala.backends.torch.cache import KVPages
+from sala.backends.torch.cache import KVPages, Span
 from sala.backends.torch.ops.sparse import block_shares, select_blocks
 from sala.config import SalaConfig
 from sala.protocol import Plan
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 class Gather:
@@ -37,13 +33,13 @@ class Gather:
         asked = GatherRequest.of(plan.rows) if config.sparse_layers else None
         return None if asked is None else cls(asked, config)
 
-    def add(self, q: Tensor, spans: "Sequence[Span]", pages: KVPages, scale: float) -> None:
+    def add(self, q: Tensor, spans: Sequence[Span], pages: KVPages, scale: float) -> None:
         """Gather the next sparse layer: q [T, H, D] of all rows of the batch, whose keys are in the pages."""
         for index, rows in self.asked.places.items():
             self.attend(index, self.num_done, q[list(self.asked.rows[rows])], spans[index], pages, scale)
         self.num_done += 1
 
-    def attend(self, index: int, layer: int, q: Tensor, span: "Span", pages: KVPages, scale: float) -> None:
+    def attend(self, index: int, layer: int, q: Tensor, span: Span, pages: KVPages, scale: float) -> None:
         """Gather a sparse layer, given by its number among these, for the positions of one span: q [n, H, D]."""
         rows = self.asked.places[index]
         positions = torch.tensor(self.asked.positions[rows], device=q.device)

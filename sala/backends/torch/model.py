@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from sala.backends.torch.batch import Batch, Sequences, Span
-from sala.backends.torch.cache import HybridCache, KVPages
+from sala.backends.torch.batch import Batch, Sequences
+from sala.backends.torch.cache import HybridCache, KVPages, Span
 from sala.backends.torch.ops import Ops, dense
 from sala.backends.torch.ops.lightning import decay_slopes, lightning_ragged
 from sala.backends.torch.ops.sparse import select_blocks

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Any
 from sala.errors import MissingExtra
 from sala.plugins import versions
 
-ARCHITECTURE = "MiniCPMSALAForCausalLM"  # what other engines look for in config.json
-LAYER_TYPES = {"sparse": "full_attention", "lightning": "linear_attention"}  # names that transformers allows
 _HOMES = {
     "SalaHfConfig": "config",
     "SalaCache": "cache",

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from sala.backends.rows import POOLS
-from sala.backends.torch.batch import Span
-from sala.backends.torch.cache import HybridCache, KVPages
+from sala.backends.torch.cache import HybridCache, KVPages, Span
 from sala.backends.torch.fast.dispatch import select_ops
 from sala.config import SalaConfig
 from sala.errors import InputError

@@ -10,7 +10,7 @@ from sala.checkpoint.dtypes import FILE_DTYPES
 from sala.checkpoint.random import RELEASED
 from sala.config import MIXERS, RELEASED_NAMES, SalaConfig
 from sala.errors import ConfigError
-from sala.plugins.transformers import ARCHITECTURE, LAYER_TYPES
+from sala.plugins import ARCHITECTURE, LAYER_TYPES
 from sala.quantization_config import MIXER_LINEARS, MLP_LINEARS, QuantConfig
 
 _MIXERS_BY_TYPE = {name: RELEASED_NAMES[mixer] for mixer, name in LAYER_TYPES.items()}  # type: ignore[index]

@@ -6,7 +6,7 @@ from pathlib import Path
 from sala.checkpoint.lora import Note, fuse
 from sala.checkpoint.writer import new_directory, write_json, write_text
 from sala.config import SalaConfig
-from sala.plugins.transformers import LAYER_TYPES
+from sala.plugins import LAYER_TYPES
 
 AUTO_MAP = {
     "AutoConfig": "configuration_sala.SalaHfConfig",

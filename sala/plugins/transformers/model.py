@@ -30,6 +30,7 @@ from sala.errors import InputError
 from sala.plugins.transformers.cache import SalaCache
 from sala.plugins.transformers.config import GATHERED, IS_OLD, SalaHfConfig
 from sala.plugins.transformers.layout import BatchLayout, find_layout
+from sala.plugins.transformers.pretrained import from_quantized, peek
 
 _CHUNK = 4096  # columns of a prompt per forward pass with a cache
 _TIED = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -54,8 +55,6 @@ class SalaPreTrainedModel(PreTrainedModel):
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         """Load a checkpoint; a quantized one in a format that sala reads is dequantized."""
         if kwargs.get("state_dict") is None and pretrained_model_name_or_path is not None:
-            from sala.plugins.transformers.loading import from_quantized, peek
-
             found = config if isinstance(config, SalaHfConfig) else peek(pretrained_model_name_or_path, kwargs)
             if found is not None and found.quantization is not None:
                 load = partial(super().from_pretrained, None, *args)

@@ -12,8 +12,7 @@ import importlib.util
 import logging
 
 from sala.errors import MissingExtra
-from sala.plugins import versions
-from sala.plugins.transformers import ARCHITECTURE
+from sala.plugins import ARCHITECTURE, versions
 
 PARSERS = "sala"  # what --reasoning-parser and --tool-call-parser call ours
 _OP = "vllm::sala_lightning"

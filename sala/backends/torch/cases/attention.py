@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sala.backends.torch import kernels
-from sala.backends.torch.batch import Span
-from sala.backends.torch.cache import KVPages
+from sala.backends.torch.cache import KVPages, Span
 from sala.backends.torch.cases.shapes import (
     STATE_BYTES,
     Call,

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch.batch import Span
-from sala.backends.torch.cache import HybridCache, KVPages
+from sala.backends.torch.cache import HybridCache, KVPages, Span
 from sala.backends.torch.fast.gpu_layers import ROW_MULTIPLE, Angles, FusedLayer, capture
 from sala.backends.torch.fast.gpu_sampling import DeviceSampler
 from sala.backends.torch.kernels import block_selection, decode_attention, lightning, linear, pooling

@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from sala.backends.sources import GatherRequest, HeadWeights
-from sala.backends.torch.batch import Batch, Span, pack, take
-from sala.backends.torch.cache import HybridCache
+from sala.backends.torch.batch import Batch, pack, take
+from sala.backends.torch.cache import HybridCache, Span
 from sala.backends.torch.fast.gpu_decode import DecodeGraph, DecodeSpans, GatheredRows, PageTables
 from sala.backends.torch.fast.gpu_layers import Angles, Fp8Matrices, FusedLayer, Mixers, norm_rows, norm_to_fp8
 from sala.backends.torch.fast.gpu_prefill import (

@@ -16,8 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sala.backends.torch.batch import Span
-from sala.backends.torch.cache import KVPages
+from sala.backends.torch.cache import KVPages, Span
 from sala.backends.torch.fast.gpu_layers import Angles, FusedLayer, capture, rotate
 from sala.backends.torch.gather import Gather
 from sala.backends.torch.kernels import attention, block_selection, decode_attention, fused, lightning, linear, pooling

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from sala.backends.torch.batch import send
+from sala.backends.torch.cache import send
 from sala.backends.torch.kernels.sampling import (
     NUM_FIELDS,
     SamplingBuffers,
