@@ -25,6 +25,7 @@ from sala.options.schema import (
     Text,
     Url,
     option,
+    option_of,
     options,
     spelling,
     table,
@@ -60,13 +61,15 @@ class Attention:
     """How the sparse layers attend, where that differs from what the model or its options say."""
 
     attention: AttentionRule | None = _attention(
-        None, "auto: dense for short prompts; dense or sparse: at any length.", shown="the model's, auto"
+        None,
+        "Attention of the sparse layers: auto (dense for short prompts), dense or sparse at any length.",
+        shown="the model's, auto",
     )
     dense_below: DenseBelow | None = _attention(
-        None, "Prompts with fewer tokens attend to everything.", shown="the model's"
+        None, "Prompts with fewer tokens attend to everything, with attention auto.", shown="the model's"
     )
     topk: NumBlocks | None = _attention(
-        None, "Blocks that a query selects, beside the most recent ones.", shown="the model's"
+        None, "Blocks of text that a query selects, beside the most recent ones.", shown="the model's"
     )
 
     def __post_init__(self) -> None:
@@ -111,15 +114,9 @@ class Options:
     )
     prefill: Prefill = _loading("auto", "Precision of prefill: auto, as the weights, or fp8 on recent GPUs.")
     packed: bool = _loading(True, "Compute with quantized weights as stored; off: expand them.", off="--no-packed")
-    attention: AttentionRule = _loading(
-        "auto", "Attention of the sparse layers: auto (dense for short prompts), dense or sparse at any length."
-    )
-    dense_below: DenseBelow | None = _loading(
-        None, "Prompts with fewer tokens attend to everything, with attention auto.", shown="the model's"
-    )
-    topk: NumBlocks | None = _loading(
-        None, "Blocks of text that a query selects, beside the most recent ones.", shown="the model's"
-    )
+    attention: AttentionRule = option_of(Attention, "attention", "auto", scope="loading", shown=None)
+    dense_below: DenseBelow | None = option_of(Attention, "dense_below", None, scope="loading")
+    topk: NumBlocks | None = option_of(Attention, "topk", None, scope="loading")
     kernels: Kernels = _loading("auto", "Kernels in C++, Triton and Metal: auto, or off for the reference.")
     metal: Metal = _loading("auto", "Metal kernels: auto, where they prove equal and faster, on or off.")
     threads: int | None = _loading(None, "CPU threads.", ge=1, le=1 << 12, shown="one per core")

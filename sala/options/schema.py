@@ -284,6 +284,16 @@ def option(
     return Field(description=help, json_schema_extra=extra, **own, **bounds)
 
 
+def option_of(cls: Any, name: str, default: Any, *, help: str = "", **changes: Any) -> Any:
+    """Declare a field that another option class declares already, here with a default of its own.
+
+    `help` replaces its help text, and `changes` replace its scope, flags or what is shown as its default.
+    """
+    info: FieldInfo = cls.__pydantic_fields__[name]
+    declared: Any = info.json_schema_extra
+    return option(default, help or info.description or "", **{**declared, **changes})
+
+
 @dataclass_transform(frozen_default=True)
 def options(cls: type[T]) -> type[T]:
     """Turn a class of annotated fields into a frozen dataclass whose constructor raises errors with a remedy."""

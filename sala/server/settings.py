@@ -7,13 +7,25 @@ import ipaddress
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from sala.errors import InputError, SalaError
-from sala.options import MOST, MaxTokens, Options, Temperature, ThinkBudget, TopK, TopP, schema, sources
-from sala.options.schema import is_ip, option, options, read_secret, spelling, table
+from sala.options import (
+    LOOP_GUARD,
+    MOST,
+    MaxTokens,
+    Options,
+    Sampling,
+    Temperature,
+    ThinkBudget,
+    TopK,
+    TopP,
+    schema,
+    sources,
+)
+from sala.options.schema import is_ip, option, option_of, options, read_secret, spelling, table
 from sala.options.sources import Given, read_text
 
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
@@ -29,6 +41,13 @@ _life = partial(option, scope="life cycle")
 _limits = partial(option, scope="limits")
 _files = partial(option, scope="files and batches")
 _access = partial(option, scope="access")
+
+
+def _default(name: str, default: Any, **changes: Any) -> Any:
+    """Declare what holds for requests that do not set this option of sampling."""
+    help = f"{table(Sampling)[name].help} Requests may set another."
+    return option_of(Sampling, name, default, scope="requests", help=help, **changes)
+
 
 Group = Annotated[int, Field(ge=1, le=1 << 10)]
 Deadline = Annotated[float, Field(gt=0.0, le=3600.0)]
@@ -100,20 +119,13 @@ class Settings(Options):
         ge=0.0,
         le=1e7,
     )
-    max_tokens: MaxTokens = _requests(2048, "Default max_tokens of a request.", flags=("-n",))
-    temperature: Temperature | None = _requests(
-        None,
-        "Default temperature of a request; 0 takes the most probable token.",
-        flags=("-t",),
-        shown="the model's, or 0.7",
-    )
-    top_p: TopP | None = _requests(None, "Default top_p of a request.", shown="the model's, or 1")
-    top_k: TopK | None = _requests(None, "Default top_k of a request; 0: no limit.", shown="the model's, or 0")
+    max_tokens: MaxTokens = _default("max_tokens", 2048)
+    temperature: Temperature | None = _default("temperature", None)
+    top_p: TopP | None = _default("top_p", None)
+    top_k: TopK | None = _default("top_k", None)
     no_think: bool = _requests(False, "Leave the reasoning out of the answers.", off="--think")
-    think_budget: ThinkBudget | None = _requests(None, "Maximum tokens of reasoning before the answer.")
-    loop_guard: schema.LoopGuard | None = _requests(
-        None, "End an answer that repeats itself for so many tokens; 0: never.", shown="the model's, or 512"
-    )
+    think_budget: ThinkBudget | None = _default("think_budget", None)
+    loop_guard: schema.LoopGuard | None = _default("loop_guard", None, shown=f"the model's, or {LOOP_GUARD}")
 
     warm_up: bool = _life(
         True, "On a GPU, compile kernels and capture the usual graphs before the first request.", off="--no-warm-up"

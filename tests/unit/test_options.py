@@ -18,7 +18,7 @@ from sala import cli
 from sala.cli.flags import derived
 from sala.errors import InputError, UnknownOption
 from sala.lab.finetune.options import FinetuneOptions
-from sala.options import CommandOptions, Options, Sampling
+from sala.options import Attention, CommandOptions, Options, Sampling
 from sala.options.schema import Option, table
 from sala.options.sources import build, from_environment, from_file, resolve
 from sala.server.settings import Settings
@@ -269,6 +269,25 @@ def test_commands_take_every_row_of_the_table() -> None:
         assert wanted <= derived_flags.get((row.scope, row.flag), set()), row.name
     for row in table(FinetuneOptions).values():
         assert row.name == "model" or "finetune" in derived_flags.get((row.scope, row.flag), set()), row.name
+
+
+def test_an_option_of_several_classes_is_declared_once() -> None:
+    """All but one take it from that one, by `option_of`: they share type, range, rule and spellings."""
+    rows: dict[str, list[Option]] = {}
+    for cls in (Attention, *CLASSES, FinetuneOptions):
+        for name in cls.__annotations__.keys() & table(cls).keys():
+            rows.setdefault(name, []).append(table(cls)[name])
+    assert {len(found) for found in rows.values()} == {1, 2}
+    repeated = {name for name, found in rows.items() if len(found) == 2}
+    sources = [
+        ROOT / "sala" / name for name in ("options/__init__.py", "server/settings.py", "lab/finetune/options.py")
+    ]
+    text = "".join(file.read_text(encoding="utf-8") for file in sources)
+    names = "|".join((r"option_of\(Attention, ", r"_default\(", r"_loaded\("))
+    assert set(re.findall(rf'(?:{names})"(\w+)"', text)) == repeated - {"seed"}  # that of a run is another one
+    for name in repeated - {"seed"}:
+        one, other = rows[name]
+        assert (one.kind, one.choices, one.rule, one.is_list) == (other.kind, other.choices, other.rule, other.is_list)
 
 
 def test_options_are_read_from_the_environment_in_one_place() -> None:

@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 from pydantic import Field
 
 from sala.errors import InputError
-from sala.options import Dtype, Kernels
-from sala.options.schema import REQUIRED, Count, File, Kind, Text, option, options, read_count, spelling
+from sala.options import Dtype, Kernels, Options
+from sala.options.schema import REQUIRED, Count, File, Kind, Text, option, option_of, options, read_count, spelling
 
 Method = Literal["full", "lora", "qlora"]
 Optimizer = Literal["adamw", "adamw-bf16", "adafactor", "adamw-8bit"]
@@ -21,6 +21,7 @@ PREFERENCE_RATES = {"full": 1e-6, "lora": 1e-5, "qlora": 1e-5}
 
 
 _tune = partial(option, scope="fine tuning")
+_loaded = partial(option_of, Options, scope="fine tuning")
 _MOST = 1 << 40
 
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
@@ -48,7 +49,7 @@ class FinetuneOptions:
     variables: ClassVar = frozenset({"device", "dtype", "kernels"})  # those of every command that loads a model
     has_relative_paths: ClassVar = True  # those of a TOML file are relative to its directory
 
-    model: Text = _tune(REQUIRED, "Checkpoint directory, or the name of a local model.")
+    model: Text = _loaded("model", REQUIRED, flags=(), shown=None)
     train: File = _tune(REQUIRED, "Examples: JSON or JSONL with messages or text, or a plain text.")
     output: File = _tune(REQUIRED, "Directory for the adapter or the model; must not exist.", flags=("-o",))
     eval: File | None = _tune(None, "Examples to evaluate on.")
@@ -115,9 +116,9 @@ class FinetuneOptions:
     skip_bad: bool = _tune(False, "Skip bad lines instead of stopping.")
     cut_long: bool = _tune(False, "Truncate conversations that are too long.")
     seed: int = _tune(0, "Seed for the order of the examples and the adapter's initial weights.", ge=0, le=_MOST)
-    device: Text = _tune("auto", "auto, cpu, cuda, cuda:N or mps.")
-    kernels: Kernels = _tune("auto", "Kernels in Triton and of libraries: auto, or off for the reference.")
-    dtype: Dtype = _tune("auto", "Precision of the weights in training.")
+    device: Text = _loaded("device", "auto", help="auto, cpu, cuda, cuda:N or mps.")
+    kernels: Kernels = _loaded("kernels", "auto")
+    dtype: Dtype = _loaded("dtype", "auto", help="Precision of the weights in training.")
     deepspeed: File | None = _tune(None, "DeepSpeed's configuration.")
     resume: bool = _tune(False, "Resume a stopped run.")
 
