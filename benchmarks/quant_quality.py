@@ -160,7 +160,7 @@ def read_by_fp8(path: Path, tokens: Tensor) -> Reading:
         return (rounded(given[0]),)
 
     with Checkpoint(path) as checkpoint:
-        model = load_model(checkpoint, SalaConfig.load(path), torch.float32, CPU, is_expanded=True)
+        model = load_model(checkpoint, SalaConfig.load(path), torch.float32, CPU)
     for layer in list(model.model.layers)[:-1]:
         for linear in (module for module in layer.modules() if isinstance(module, nn.Linear)):
             linear.weight = nn.Parameter(rounded(linear.weight.detach()), requires_grad=False)

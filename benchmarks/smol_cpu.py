@@ -63,7 +63,7 @@ def main() -> None:
         return
     import torch
 
-    from sala.backends.torch.linears import linear_backend
+    from sala.backends.torch.fast.dispatch import describe_cpu_linears
     from sala.llm import LLM
 
     torch.set_num_threads(options.threads)
@@ -88,7 +88,7 @@ def main() -> None:
         "unit": "tokens per second, greedy",
         "threads": options.threads,
         "torch": torch.__version__,
-        "linear": linear_backend(),
+        "linear": describe_cpu_linears(),
         "lengths": results,
     }
     Path(__file__).with_suffix(".json").write_text(json.dumps(report, indent=2) + "\n")

@@ -38,13 +38,13 @@ load_tokenizer = Tokenizer.load  # the tokenizer of a checkpoint
 def load_model(model_dir: str | Path, device: str = "auto", dtype: str = "auto") -> "SalaModel":
     """Return the torch model with its weights."""
     from sala.backends.torch import loader
+    from sala.backends.torch.fast.dispatch import linear_kernels
     from sala.checkpoint.reader import Checkpoint
 
     model_dir = Path(model_dir).expanduser()
     config = SalaConfig.load(model_dir)
-    return loader.load_model(
-        Checkpoint(model_dir), config, loader.pick_dtype(dtype, config), loader.pick_device(device)
-    )
+    where, precision = loader.pick_device(device), loader.pick_dtype(dtype, config)
+    return loader.load_model(Checkpoint(model_dir), config, precision, where, linear_kernels(where, precision))
 
 
 def create_layer_caches(model: "SalaModel", max_tokens: int = 8192) -> LayerCaches:

@@ -102,13 +102,13 @@ def in_use() -> dict[str, Any]:
     import torch
 
     from sala.backends import pick_backend
+    from sala.backends.torch.fast.dispatch import describe_cpu_linears
     from sala.backends.torch.kernels import native, triton_kernels
-    from sala.backends.torch.linears import linear_backend
     from sala.backends.torch.loader import pick_device
 
     device = pick_device("auto")
     why_not = triton_kernels.why_not(device) if device.type == "cuda" else None
-    on_cpu, found = linear_backend(), native.instructions()
+    on_cpu, found = describe_cpu_linears(), native.instructions()
     if found is not None:
         on_cpu += f", {found}; reads 4 and 8 bits, bf16, fp16 and fp32 as stored, computes in fp32"
     kernels = {"cpu": on_cpu, "cuda": triton_kernels.describe(device)}

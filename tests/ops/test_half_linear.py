@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from sala.backends.torch.executor import TorchExecutor, open_executor
+from sala.backends.torch.fast.dispatch import put_half_linears
 from sala.backends.torch.kernels import native
-from sala.backends.torch.linears import DECODE_ROWS, HalfLinear, put_half_linears
+from sala.backends.torch.linears import DECODE_ROWS, HalfLinear
 from sala.checkpoint.random import TINY, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig

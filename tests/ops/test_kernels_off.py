@@ -1,26 +1,33 @@
 """`kernels="off"` runs the reference everywhere: no C++ kernel is even looked for."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import sala
 from sala.backends.torch.executor import TorchExecutor, open_executor
-from sala.backends.torch.kernels import native
+from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.linears import AffineLinear, HalfLinear
 from sala.backends.torch.ops import REFERENCE
 from sala.checkpoint.random import TINY, cut_layers, write_random
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.errors import InputError
+from sala.llm import LLM
+from sala.plugins.vllm import dispatch as vllm_dispatch
 from sala.protocol import Options, Plan, Row, Sampling
 from sala.quantization_config import QuantConfig
+from tests.draft_heads import write_random_head
 from tests.parity.test_quantized import write_pair
 
 pytestmark = pytest.mark.skipif(native.load() is None, reason="no C++ compiler")
 
+PACKAGE = Path(sala.__file__).parent
 TEXT = tuple(range(1, 151))
 GREEDY = Sampling(temperature=0)
 
@@ -82,6 +89,40 @@ def test_quantized_matrices_are_expanded(tmp_path: Path, monkeypatch: pytest.Mon
     assert num_packed(packed=True, kernels="off") == 0
     monkeypatch.setattr(native, "load", fail)
     assert num_packed(kernels="off") == 0
+
+
+def test_a_draft_head_keeps_its_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its matrices have 16 bits only for the C++ kernels, and the model and the head compute in fp32."""
+    deep = tmp_path / "deep"
+    write_random(deep, cut_layers(TINY, 4))
+    write_random_head(tmp_path / "head", deep)
+    monkeypatch.setattr(native, "load", fail)
+    plain = Options(device="cpu", dtype="float32", ctx=512, kernels="off")
+    drafting = replace(plain, speculate="head", draft_head=tmp_path / "head")
+    answers = []
+    for options in (plain, drafting):
+        with LLM(deep, options=options) as llm:
+            answers.append(llm.generate([1, 2, 3], temperature=0, max_tokens=12).token_ids)
+    assert answers[0] == answers[1]
+
+
+def test_one_module_selects() -> None:
+    """Others only describe what can run, check it or time it."""
+    asks = re.compile(r"native\.load\(|(?<!def )\bwhy_not\(\w")
+    files = (file for file in PACKAGE.rglob("*.py") if file.parent.name != "kernels")
+    found = {file.relative_to(PACKAGE).as_posix() for file in files if asks.search(file.read_text(encoding="utf-8"))}
+    told = {"backends/torch/selftest.py", "cli/doctor.py", "cli/bench.py"}
+    assert found == {"backends/torch/fast/dispatch.py", *told}
+
+
+@pytest.mark.parametrize(("value", "is_used"), [("", True), ("auto", True), ("0", False), ("off", False)])
+def test_vllm_reads_the_option_from_its_variable(value: str, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_kernels, "why_not", lambda _: None)
+    monkeypatch.setenv("SALA_KERNELS", value)
+    vllm_dispatch._option.cache_clear()
+    assert vllm_dispatch.can_use_kernels(torch.zeros(1, 64)) == is_used
+    assert not vllm_dispatch.can_use_kernels(torch.zeros(1, 48))
+    vllm_dispatch._option.cache_clear()
 
 
 def test_option_is_checked() -> None:

@@ -81,7 +81,7 @@ def test_weights_to_the_last_bit(name: str, tmp_path: Path) -> None:
     plain = foreign.write(tmp_path / "model", CASES[name], seed=1)
     with Checkpoint(tmp_path / "model") as checkpoint:
         config = SalaConfig.load(tmp_path / "model")
-        model = loader.load_model(checkpoint, config, torch.float32, torch.device("cpu"), is_expanded=True)
+        model = loader.load_model(checkpoint, config, torch.float32, torch.device("cpu"))
         name = "model.layers.1.mlp.down_proj.weight"
         single = loader.read_parameter(checkpoint, config, name, torch.float32, torch.device("cpu"))
     found = dict(model.named_parameters())

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 
 import sala
-from sala.backends.torch import linears as quant
+from sala.backends.torch.fast import dispatch
 from sala.backends.torch.kernels import native
-from sala.backends.torch.linears import DECODE_ROWS, AffineEmbedding, AffineLinear, AffineWeight
+from sala.backends.torch.linears import DECODE_ROWS, AffineEmbedding, AffineLinear, AffineWeight, LinearKernels
 from sala.backends.torch.ops import affine
 from sala.checkpoint.names import check_tensors
 from sala.checkpoint.packing import Packed, dequantize, quantize, unpack
@@ -115,7 +115,7 @@ def test_the_same_tokens_however_the_prompt_is_cut(pair: tuple[Path, Path], num_
 def test_without_a_compiler(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     before = sala.load_model(pair[0], device="cpu")
     monkeypatch.setattr(native, "load", lambda: None)
-    assert "dequantized at load" in quant.linear_backend()
+    assert "dequantized at load" in dispatch.describe_cpu_linears()
     model = sala.load_model(pair[0], device="cpu")
     assert isinstance(model.lm_head, torch.nn.Linear)
     x = torch.randn(2, TINY.hidden_size)
@@ -139,7 +139,7 @@ def test_the_kernel_against_the_reference(bits: int, group_size: int, dtype: str
     rng = np.random.default_rng(bits + group_size)
     weight = rng.standard_normal(shape).astype(np.float32) * rng.uniform(0.01, 9, (shape[0], 1)).astype(np.float32)
     weight[0, :64] = 1e-6
-    linear = AffineLinear(to_torch(quantize(weight, bits, group_size, dtype)))
+    linear = AffineLinear(to_torch(quantize(weight, bits, group_size, dtype)), kernels=LinearKernels(native.load()))
     if linear.kernel is None:
         pytest.skip("no C++ compiler")
     plain = linear.packed.rows(slice(None))
@@ -162,7 +162,8 @@ def test_the_kernel_against_the_reference(bits: int, group_size: int, dtype: str
 def test_products_of_prompts_in_onednn(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int]) -> None:
     """Where MKL is slow: the same sums, alike for any number of rows, and with gradients."""
     rng = np.random.default_rng(0)
-    linear = AffineLinear(to_torch(quantize(rng.standard_normal(shape).astype(np.float32), 8, 64, "F16")))
+    weight = to_torch(quantize(rng.standard_normal(shape).astype(np.float32), 8, 64, "F16"))
+    linear = AffineLinear(weight, kernels=LinearKernels(native.load()))
     x = torch.from_numpy(rng.standard_normal((3 * DECODE_ROWS + 1, shape[1])).astype(np.float32))
     wanted = F.linear(x.double(), linear.packed.rows(slice(None)).double())
     calls = []

@@ -85,7 +85,7 @@ def losses(output: Path, name: str = "loss") -> list[float]:
 
 def weights(path: Path, adapter: Path | None = None) -> dict[str, torch.Tensor]:
     checkpoint, config = open_checkpoint(path, SalaConfig.load(path), adapter)
-    model = load_model(checkpoint, config, torch.float32, torch.device("cpu"), is_expanded=True)
+    model = load_model(checkpoint, config, torch.float32, torch.device("cpu"))
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 

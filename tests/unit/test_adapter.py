@@ -78,7 +78,7 @@ def read_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def values(checkpoint: Checkpoint, config: SalaConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    model = load_model(checkpoint, config, dtype, torch.device("cpu"), is_expanded=True)
+    model = load_model(checkpoint, config, dtype, torch.device("cpu"))
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 

@@ -299,7 +299,6 @@ def test_options_are_read_from_the_environment_in_one_place() -> None:
     assert found == {
         "options/sources.py": {"SALA_MODELS_DIR"},  # where LLM looks for the names of models
         "cli/flags.py": {"SALA_CONFIG"},  # which file the options are in
-        "plugins/vllm/dispatch.py": {"SALA_KERNELS"},  # in a process of vLLM, which knows no options of ours
     }
 
 

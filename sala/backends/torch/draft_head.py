@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from sala.backends.rows import DRAFT_PREFIX, GREEDY_BELOW, is_adjusted, point_of, sampling_of
 from sala.backends.torch.batch import Batch, Features
 from sala.backends.torch.cache import Span
-from sala.backends.torch.kernels import native
 from sala.backends.torch.linears import AffineLinear, HalfLinear
 from sala.backends.torch.loader import read_tensor
 from sala.backends.torch.model import RMSNorm, SalaModel, linear
@@ -103,16 +102,18 @@ class DraftHead(nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
-def load_draft_head(path: Path, model: SalaModel, dtype: torch.dtype, device: torch.device) -> DraftHead:
-    """Read a draft head and check that it belongs to this model."""
+def load_draft_head(
+    path: Path, model: SalaModel, dtype: torch.dtype, device: torch.device, has_half_linears: bool = False
+) -> DraftHead:
+    """Read a draft head and check that it belongs to this model; for `HalfLinear`, matrices are read in 16 bits."""
     config, checkpoint = open_draft_head(path, model.config)
     with torch.device("meta"):
         head = DraftHead(config)
     with checkpoint:
         for name, _ in list(head.named_parameters()):
             module, _, leaf = name.rpartition(".")
-            is_narrow = device.type == "cpu" and leaf == "weight" and not module.endswith("norm")  # see HalfLinear
-            own = torch.bfloat16 if is_narrow and dtype == torch.float32 and native.load() is not None else dtype
+            is_half = has_half_linears and leaf == "weight" and not module.endswith("norm")
+            own = torch.bfloat16 if is_half and dtype == torch.float32 else dtype
             tensor = read_tensor(checkpoint, name, own, device)
             setattr(head.get_submodule(module), leaf, nn.Parameter(tensor, requires_grad=False))
         tokens = torch.frombuffer(bytearray(checkpoint.read(TOKENS).data), dtype=torch.int32)
@@ -125,7 +126,7 @@ def shared_rows(model: SalaModel, tokens: Tensor) -> nn.Module:
     """Return the rows of the model's head for some tokens, in the format of that head."""
     source: nn.Module = model.lm_head
     if isinstance(source, AffineLinear):
-        return AffineLinear(source.packed.map(lambda part: part[tokens].contiguous()))
+        return AffineLinear(source.packed.map(lambda part: part[tokens].contiguous()), kernels=source.kernels)
     assert isinstance(source, nn.Linear)
     rows = nn.Linear(source.in_features, len(tokens), bias=False, device="meta")
     rows.weight = nn.Parameter(source.weight[tokens], requires_grad=False)

@@ -21,10 +21,17 @@ from sala.backends.torch.batch import Batch, pack, take
 from sala.backends.torch.cache import FP8, HybridCache, raw
 from sala.backends.torch.draft_exit import DraftExit, load_draft_exit
 from sala.backends.torch.draft_head import Drafter, DraftHead, HeadCache, load_draft_head
-from sala.backends.torch.fast.dispatch import AheadForward, keep_packed, put_kernel_linears, select_forward, select_ops
+from sala.backends.torch.fast.dispatch import (
+    AheadForward,
+    cpu_kernel,
+    open_model,
+    put_half_linears,
+    select_forward,
+    select_ops,
+)
 from sala.backends.torch.gather import Gather
 from sala.backends.torch.kernels import native
-from sala.backends.torch.loader import load_model, pick_device, pick_dtype
+from sala.backends.torch.loader import pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.page_file import PageFile
 from sala.backends.torch.sampler import sample_all
@@ -325,9 +332,9 @@ def open_executor(
         torch.set_num_threads(options.threads)
     device = pick_device(options.device)
     dtype = pick_dtype(options.dtype, config)
-    model = load_model(checkpoint, config, dtype, device, is_expanded=not keep_packed(options, device, dtype))
-    put_kernel_linears(model, options.kernels)
-    if device.type == "cpu" and options.kernels != "off" and native.load() is None:
+    model = open_model(checkpoint, config, dtype, device, options)
+    kernel = cpu_kernel(device, options.kernels)
+    if device.type == "cpu" and options.kernels != "off" and kernel is None:
         _log.warning(
             "%s: decoding on this CPU is several times slower without C++ kernels; see: sala doctor", native.describe()
         )
@@ -340,10 +347,10 @@ def open_executor(
     head = draft_exit = None
     if options.draft_head is not None and options.speculate == "layers":
         draft_exit = load_draft_exit(options.draft_head, model, dtype, device)
-        put_kernel_linears(draft_exit, options.kernels)
+        put_half_linears(draft_exit, options.kernels)
     elif options.draft_head is not None:
-        head = load_draft_head(options.draft_head, model, dtype, device)
-        put_kernel_linears(head, options.kernels)
+        head = load_draft_head(options.draft_head, model, dtype, device, has_half_linears=kernel is not None)
+        put_half_linears(head, options.kernels)
     capacity = plan_capacity(config, options, dtype, device, free, None if head is None else head.config)
     if capacity.offload and options.kv_home == "auto":
         _log.warning(

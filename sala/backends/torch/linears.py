@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sala.backends.torch.kernels import native, packed_weight, triton_kernels
+from sala.backends.torch.kernels import native, packed_weight
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.ops.affine import dequantize, pack, unpack
 
@@ -33,18 +33,12 @@ _PIECE = 1 << 22  # weights expanded at a time, to bound memory
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def linear_backend() -> str:
-    """Return in words how quantized linears run on this machine's CPU."""
-    if native.load() is None:
-        return f"torch, dequantized at load: {native.describe()}"
-    return f"native: {native.describe()}"
+@dataclass(frozen=True, slots=True)
+class LinearKernels:
+    """The kernels of products with quantized weights; without any, the weights are expanded for each product."""
 
-
-def can_run_packed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether there are kernels for packed matrices on this device; those of GPUs multiply in 16 bits."""
-    if device.type == "cpu":
-        return native.load() is not None
-    return dtype.itemsize == 2 and triton_kernels.why_not(device) is None
+    cpu: native.Kernel | None = None  # in C++
+    has_triton: bool = False  # on a GPU, for activations of 16 bits
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,17 +162,10 @@ class HalfLinear(NativeProducts, nn.Linear):
         return super().by_expansion(x.float())
 
 
-def put_half_linears(model: nn.Module) -> None:
-    """Replace every 16-bit linear on the CPU, where there is a kernel."""
-    halves = [(name, one) for name, one in model.named_modules() if type(one) is nn.Linear and _can_be_half(one)]
-    kernel = native.load() if halves else None
-    if kernel is None:
-        return
-    for name, linear in halves:
-        model.set_submodule(name, HalfLinear(linear, kernel))
-
-
-def _can_be_half(linear: nn.Linear) -> bool:
+def can_be_half(linear: nn.Module) -> bool:
+    """Return whether `HalfLinear` can replace a module."""
+    if type(linear) is not nn.Linear:
+        return False
     weight = linear.weight
     is_near = weight.device.type == "cpu" and weight.is_contiguous()
     return is_near and weight.dtype in _HALF and not linear.in_features % native.LANES
@@ -187,13 +174,14 @@ def _can_be_half(linear: nn.Linear) -> bool:
 class AffineModule(nn.Module):
     """Holds a quantized matrix; on a GPU in the order of its kernels, into which it is brought at first use."""
 
-    def __init__(self, weight: AffineWeight) -> None:
+    def __init__(self, weight: AffineWeight, kernels: LinearKernels) -> None:
         super().__init__()
         self.packed = weight
+        self.kernels = kernels
         self.gpu: PackedWeight | None = None
 
     def can_run_on_gpu(self, x: Tensor, dtype: torch.dtype) -> bool:
-        return x.is_cuda and (self.gpu is not None or can_run_packed(x.device, dtype))
+        return x.is_cuda and (self.gpu is not None or (self.kernels.has_triton and dtype.itemsize == 2))
 
     def gpu_weight(self, dtype: torch.dtype, device: torch.device) -> PackedWeight:
         """Return the matrix in the order of the GPU's kernels; on a GPU no other copy is kept."""
@@ -217,9 +205,15 @@ class AffineLinear(NativeProducts, AffineModule):
     act-order).
     """
 
-    def __init__(self, weight: AffineWeight, bias: Tensor | None = None, order: Tensor | None = None) -> None:
-        kernel = native.load() if weight.codes.device.type == "cpu" else None
-        super().__init__(weight if kernel is None else weight.with_native_bits())
+    def __init__(
+        self,
+        weight: AffineWeight,
+        bias: Tensor | None = None,
+        order: Tensor | None = None,
+        kernels: LinearKernels = LinearKernels(),  # noqa: B008 - frozen
+    ) -> None:
+        kernel = kernels.cpu if weight.codes.device.type == "cpu" else None
+        super().__init__(weight if kernel is None else weight.with_native_bits(), kernels)
         self.bias, self.kernel, self.order = bias, kernel, order
         self.in_features, self.out_features = weight.num_in, weight.num_out
         self.native = _native_affine(self.packed)  # no buffers: `.to()` must not move what the kernel points to
@@ -246,8 +240,13 @@ class AffineLinear(NativeProducts, AffineModule):
 class AffineEmbedding(AffineModule):
     """Replaces an embedding: only the rows that are looked up are dequantized."""
 
-    def __init__(self, weight: AffineWeight, dtype: torch.dtype) -> None:
-        super().__init__(weight)
+    def __init__(
+        self,
+        weight: AffineWeight,
+        dtype: torch.dtype,
+        kernels: LinearKernels = LinearKernels(),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__(weight, kernels)
         self.dtype = dtype
 
     def forward(self, tokens: Tensor) -> Tensor:

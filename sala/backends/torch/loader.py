@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from sala.backends import pick_dtype_name
-from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight, can_run_packed
+from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight, LinearKernels
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.dtypes import dtypes_by_file_name, dtypes_by_name
 from sala.checkpoint.matrices import Fp8Matrix, QuantizedMatrices
@@ -24,12 +24,16 @@ _FILE_DTYPES = dtypes_by_file_name(torch)
 
 
 def load_model(
-    checkpoint: Checkpoint, config: SalaConfig, dtype: torch.dtype, device: torch.device, is_expanded: bool = False
+    checkpoint: Checkpoint,
+    config: SalaConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    packed: LinearKernels | None = None,
 ) -> SalaModel:
     """Build the model without memory, then give every parameter its tensor.
 
-    On the CPU, in the precision of the file, a parameter *is* the mapped file: loading costs nothing. So does loading
-    a quantized matrix where there is a kernel for it; elsewhere, or with `is_expanded`, it is dequantized here.
+    On the CPU, in the precision of the file, a parameter *is* the mapped file: loading costs nothing. With kernels for
+    packed matrices (`fast.dispatch.linear_kernels`) that holds for quantized ones too; without, they are dequantized.
     """
     check_tensors(checkpoint, config)
     matrices = QuantizedMatrices(checkpoint, config)
@@ -43,10 +47,9 @@ def load_model(
         return tensor
 
     model = fill_model(config, read)
-    is_packed = not is_expanded and can_run_packed(device, dtype)
     for module in matrices:
         if module != "lm_head" or not config.tie_word_embeddings:
-            put_quantized(model, module, matrices, dtype, device, is_packed)
+            put_quantized(model, module, matrices, dtype, device, packed)
     return model
 
 
@@ -78,7 +81,12 @@ def random_model(config: SalaConfig, dtype: torch.dtype, device: torch.device, s
 
 
 def put_quantized(
-    model: SalaModel, name: str, matrices: QuantizedMatrices, dtype: torch.dtype, device: torch.device, is_packed: bool
+    model: SalaModel,
+    name: str,
+    matrices: QuantizedMatrices,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: LinearKernels | None,
 ) -> None:
     """Replace a linear or the embedding (and the head that shares it) by a quantized matrix, or dequantize it.
 
@@ -87,19 +95,19 @@ def put_quantized(
     is_embedding = name == "model.embed_tokens"
     is_shared = is_embedding and model.config.tie_word_embeddings
     matrix = matrices.read(name)
-    if isinstance(matrix, Fp8Matrix) or not is_packed or (matrix.order is not None and device.type != "cpu"):
+    if isinstance(matrix, Fp8Matrix) or kernels is None or (matrix.order is not None and device.type != "cpu"):
         parameter = nn.Parameter(_expand(matrices, name, matrix, dtype, device), requires_grad=False)
         for place in (name, "lm_head") if is_shared else (name,):
             model.get_submodule(place).weight = parameter
         return
     weight = to_affine(matrix).map(lambda part: part.to(device))
     if is_embedding:
-        model.model.embed_tokens = AffineEmbedding(weight, dtype)  # type: ignore[assignment]
+        model.model.embed_tokens = AffineEmbedding(weight, dtype, kernels)  # type: ignore[assignment]
     if is_shared or not is_embedding:
         place = "lm_head" if is_shared else name
         bias = model.get_submodule(place).bias
         order = None if matrix.order is None else torch.from_numpy(matrix.order)
-        model.set_submodule(place, AffineLinear(weight, bias if isinstance(bias, Tensor) else None, order))
+        model.set_submodule(place, AffineLinear(weight, bias if isinstance(bias, Tensor) else None, order, kernels))
 
 
 def read_parameter(

@@ -18,7 +18,7 @@ from sala.backends.torch.cases import KernelCase, gpu_cases
 from sala.backends.torch.cases.cpu import cpu_cases
 from sala.backends.torch.cases.shapes import small_shapes
 from sala.backends.torch.fast.cpu_decode import CpuDecode
-from sala.backends.torch.fast.dispatch import FusedForward
+from sala.backends.torch.fast.dispatch import FusedForward, cpu_kernel, linear_kernels
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.linears import AffineLinear, AffineWeight
 from sala.backends.torch.loader import random_model
@@ -122,14 +122,17 @@ def _step_error(device: torch.device, dtype: torch.dtype, kind: str, is_sparse: 
     """Compare the fused forward with the model; with `bits`, packed matrices with the same ones dequantized."""
     model = fused_model = random_model(SMALL, dtype, device)
     if bits is not None:
-        fused_model = random_model(SMALL, dtype, device)
+        fused_model, kernels = random_model(SMALL, dtype, device), linear_kernels(device, dtype)
+        assert kernels is not None
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and name != "lm_head":
                 weight = _nearest(module.weight, bits)
                 module.weight.copy_(weight.rows(slice(None)))
-                fused_model.set_submodule(name, AffineLinear(weight, module.bias))
+                fused_model.set_submodule(name, AffineLinear(weight, module.bias, kernels=kernels))
     if device.type == "cpu":
-        return Pair(CpuDecode(fused_model), model, is_sparse).compare_kind(kind)
+        kernel = cpu_kernel(device)
+        assert kernel is not None
+        return Pair(CpuDecode(fused_model, kernel), model, is_sparse).compare_kind(kind)
     from sala.backends.torch.fast.gpu_forward import GpuForward
 
     return Pair(GpuForward(fused_model, device, PROMPT + 64), model, is_sparse).compare_kind(kind)

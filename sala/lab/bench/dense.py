@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from sala.backends.torch.linears import AffineLinear
+from sala.backends.torch.fast.dispatch import linear_kernels
+from sala.backends.torch.linears import AffineLinear, LinearKernels
 from sala.backends.torch.loader import pick_device, pick_dtype, to_affine
 from sala.checkpoint.dtypes import ELEMENT_BYTES
 from sala.checkpoint.packing import quantize
@@ -75,10 +76,12 @@ def _pack(model: Any, bits: int, device: torch.device) -> None:
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, torch.nn.Linear) and module.in_features % GROUP_SIZE == 0:
-            kind = "BF16" if module.weight.dtype == torch.bfloat16 else "F16"
+            dtype = module.weight.dtype
+            kind = "BF16" if dtype == torch.bfloat16 else "F16"
             packed = quantize(module.weight.detach().float().cpu().numpy(), bits, GROUP_SIZE, kind)
             weight = to_affine(packed).map(lambda part: part.to(device))
-            model.set_submodule(name, AffineLinear(weight, module.bias))
+            kernels = linear_kernels(device, dtype) or LinearKernels()
+            model.set_submodule(name, AffineLinear(weight, module.bias, kernels=kernels))
 
 
 def _open_plain(source: str, device: torch.device, dtype: torch.dtype) -> DenseModel:

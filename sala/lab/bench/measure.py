@@ -19,7 +19,8 @@ import torch
 
 from sala.backends.memory import USABLE, estimate
 from sala.backends.torch import executor
-from sala.backends.torch.loader import load_model, pick_device, pick_dtype, random_model
+from sala.backends.torch.fast.dispatch import open_model
+from sala.backends.torch.loader import pick_device, pick_dtype, random_model
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint import lora as adapters
 from sala.checkpoint.names import count_parameters, expected_tensors
@@ -90,7 +91,7 @@ def open_checkpoint(path: Path, options: Options) -> BenchTarget:
     path, adapter = find_base(path, options.only_adapter)
     checkpoint, config = adapters.open_checkpoint(path, SalaConfig.load(path), adapter)
     where, precision = pick_device(options.device), pick_dtype(options.dtype, config)
-    return BenchTarget(path.name, load_model(checkpoint, config, precision, where), where, precision, options)
+    return BenchTarget(path.name, open_model(checkpoint, config, precision, where, options), where, precision, options)
 
 
 def open_random(shape: str, options: Options, num_tokens: int = 0, batch: int = 1) -> BenchTarget:

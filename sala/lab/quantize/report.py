@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sala.backends.torch.batch import whole
-from sala.backends.torch.fast.dispatch import select_ops
+from sala.backends.torch.fast.dispatch import linear_kernels, select_ops
 from sala.backends.torch.loader import load_model
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
@@ -79,7 +79,7 @@ def read_hidden(
     config = SalaConfig.load(path)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with Checkpoint(path) as checkpoint:
-        model = load_model(checkpoint, config, dtype, device)
+        model = load_model(checkpoint, config, dtype, device, linear_kernels(device, dtype, kernels))
     rows = []
     for row in tokens:
         rows.append(model(whole(row[None].to(device), ops=select_ops(kernels))).float().cpu())

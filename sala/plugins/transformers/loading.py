@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from sala.backends.torch.fast.dispatch import linear_kernels
 from sala.backends.torch.loader import load_model, pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
 from sala.checkpoint.reader import Checkpoint
@@ -30,7 +31,7 @@ def load(
     kind = pick_dtype(str(dtype or "auto").removeprefix("torch."), config)
     place = pick_device(str(device or "cpu"))
     with Checkpoint(path) as checkpoint:
-        source = load_model(checkpoint, config, kind, place, is_expanded=not packed)
+        source = load_model(checkpoint, config, kind, place, linear_kernels(place, kind) if packed else None)
     if packed:
         wrap_packed(source)
     return adopt(source, Path(path), kind, packed)

@@ -40,7 +40,7 @@ def from_quantized(make: Callable[..., Any], config: SalaHfConfig, name: Any, op
         wanted = torch.get_default_dtype()
     dtype = pick_dtype(str(wanted or "auto").removeprefix("torch."), sala)
     with Checkpoint(path) as checkpoint:
-        source = load_model(checkpoint, sala, dtype, torch.device("cpu"), is_expanded=True)
+        source = load_model(checkpoint, sala, dtype, torch.device("cpu"))
     plain = copy.deepcopy(config)
     plain.quantization = None
     made = make(config=plain, state_dict=dict(source.state_dict()), **{**options, "dtype": dtype})

@@ -6,22 +6,24 @@ The kernels take prefill rows one at a time and decode rows, which have one toke
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 
 import functools
-import os
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from sala.backends.torch.kernels import triton_kernels
+from sala.backends.torch.fast.dispatch import runs_in_triton
 from sala.backends.torch.ops.lightning import lightning_ragged
+from sala.config import SparseConfig
+from sala.options import Options
+from sala.options.sources import build, from_environment
 from sala.plugins.vllm.memory import Pages, RequestRow, StepMetadata
 
 
 def attend(pages: Pages, step: StepMetadata, q: Tensor, scale: float, has_kernels: bool | None = None) -> Tensor:
     """Return the attention of q [T, H, D], whose keys and values are appended: [T, H, D]."""
     if has_kernels is None:
-        has_kernels = can_use_kernels(q) and pages.layout.sparse.block_size % 16 == 0
+        has_kernels = can_use_kernels(q, pages.layout.sparse)
     lengths = [row.length for row in step.rows]
     decode = [index for index, length in enumerate(lengths) if has_kernels and length == 1]
     if len(decode) == len(lengths):
@@ -128,12 +130,13 @@ def _advance(
     return output, states
 
 
-def can_use_kernels(x: Tensor) -> bool:
-    """Return whether the Triton kernels run on the device of x [..., D] and fit its shape."""
-    return _fits(x.shape[-1], x.device)
+def can_use_kernels(x: Tensor, sparse_config: SparseConfig | None = None) -> bool:
+    """Return whether the Triton kernels run on the device of x [..., D], and fit heads and pages."""
+    return runs_in_triton(x.device, (x.shape[-1],), sparse_config, _option())
 
 
 @functools.cache
-def _fits(dim: int, device: torch.device) -> bool:
-    is_wanted = os.environ.get("SALA_KERNELS") not in ("0", "off")  # sala's options do not reach vLLM
-    return is_wanted and dim in (16, 32, 64, 128) and triton_kernels.why_not(device) is None
+def _option() -> str:
+    """Return the option `kernels`, which reaches vLLM as a variable alone."""
+    given = [one for one in from_environment(Options) if one.name == "kernels"]
+    return build(Options, [given]).kernels

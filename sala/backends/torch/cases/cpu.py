@@ -6,13 +6,14 @@ import torch
 
 from sala.backends.torch.cases.rows import random_affine, step_by_step
 from sala.backends.torch.cases.shapes import KernelCall, KernelCase
-from sala.backends.torch.fast.dispatch import select_ops
-from sala.backends.torch.linears import AffineLinear, put_half_linears
+from sala.backends.torch.fast.dispatch import linear_kernels, put_half_linears, select_ops
+from sala.backends.torch.linears import AffineLinear, LinearKernels
 from sala.backends.torch.ops.affine import dequantize
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.backends.torch.ops.sparse import sparse_attention
 from sala.checkpoint.dtypes import dtypes_by_name
 
+CPU = torch.device("cpu")
 TOLERANCE = 1e-5  # fp32 sums in another order
 NUM_IN, NUM_OUT, GROUP = 320, 96, 64  # ragged: five groups, six vectors of rows
 HALF = {name: dtype for name, dtype in dtypes_by_name(torch).items() if dtype.itemsize == 2}
@@ -28,10 +29,18 @@ def cpu_cases() -> list[KernelCase]:
     ]
 
 
+def _kernels() -> LinearKernels:
+    kernels = linear_kernels(CPU, torch.float32)
+    assert kernels is not None
+    return kernels
+
+
 def _linear(bits: int) -> list[KernelCall]:
-    weight, x = random_affine(bits, NUM_OUT, NUM_IN, GROUP, torch.device("cpu")), torch.randn(3, NUM_IN)
+    weight, kernels = random_affine(bits, NUM_OUT, NUM_IN, GROUP, CPU), _kernels()
+    x = torch.randn(3, NUM_IN)
     matrix = dequantize(weight.codes, weight.scales, weight.biases, bits, weight.group_size)
-    return [KernelCall(lambda: AffineLinear(weight).by_kernel(x), lambda: x.double() @ matrix.double().T)]
+    linear = AffineLinear(weight, kernels=kernels)
+    return [KernelCall(lambda: linear.by_kernel(x), lambda: x.double() @ matrix.double().T)]
 
 
 def _half(dtype: torch.dtype) -> list[KernelCall]:
@@ -42,9 +51,9 @@ def _half(dtype: torch.dtype) -> list[KernelCall]:
 
 
 def _expansion(bits: int) -> list[KernelCall]:
-    weight = random_affine(bits, NUM_OUT, NUM_IN, GROUP, torch.device("cpu"))
+    weight, kernels = random_affine(bits, NUM_OUT, NUM_IN, GROUP, CPU), _kernels()
     matrix = partial(dequantize, weight.codes, weight.scales, weight.biases, bits, weight.group_size)
-    return [KernelCall(lambda: AffineLinear(weight).expand(0, NUM_OUT), matrix)]
+    return [KernelCall(lambda: AffineLinear(weight, kernels=kernels).expand(0, NUM_OUT), matrix)]
 
 
 def _fold() -> list[KernelCall]:

@@ -33,9 +33,7 @@ _WIDEST_HEAD = 256  # that attend.cpp takes
 class CpuDecode:
     """Decode steps in C++, in fp32, for packed and plain weights and pages of 16 or 32 bits."""
 
-    def __init__(self, model: SalaModel) -> None:
-        kernel = native.load()
-        assert kernel is not None
+    def __init__(self, model: SalaModel, kernel: native.Kernel) -> None:
         self.kernel = kernel
         self.model = model
         self.held: list[Tensor] = []  # fp32 copies of small tensors; the structs point to them

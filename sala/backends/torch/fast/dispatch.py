@@ -15,7 +15,7 @@ What runs, and where to set a breakpoint:
 `TorchExecutor.forward` calls the fused forward if it takes the batch, otherwise the model.
 """  # noqa: E501
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -26,14 +26,16 @@ from sala.backends.torch.batch import Batch
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast import cpu_decode, training
 from sala.backends.torch.kernels import native, triton_kernels
-from sala.backends.torch.linears import can_run_packed, put_half_linears
+from sala.backends.torch.linears import HalfLinear, LinearKernels, can_be_half
+from sala.backends.torch.loader import load_model
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops import REFERENCE, Ops, lightning, sparse
-from sala.config import SparseConfig
+from sala.checkpoint.reader import Checkpoint
+from sala.config import SalaConfig, SparseConfig
 from sala.errors import InputError
 from sala.protocol import Options, Plan, Result
 
-__all__ = ["AheadForward", "FusedForward", "keep_packed", "put_kernel_linears", "select_forward", "select_ops"]
+_CPU = torch.device("cpu")
 
 
 class FusedForward(Protocol):
@@ -90,15 +92,59 @@ def select_ops(kernels: str = "auto") -> Ops:
     return REFERENCE if kernels == "off" else _FAST
 
 
-def keep_packed(options: Options, device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether quantized matrices stay packed; otherwise they are dequantized when they are loaded."""
-    return options.packed and options.kernels != "off" and can_run_packed(device, dtype)
+def cpu_kernel(device: torch.device, kernels: str = "auto") -> native.Kernel | None:
+    """Return the C++ kernels, if a model on this device runs in them."""
+    return native.load() if device.type == "cpu" and kernels != "off" else None
 
 
-def put_kernel_linears(model: nn.Module, kernels: str) -> None:
-    """Replace linears by ones that run in C++ kernels, where the CPU has such kernels."""
-    if kernels != "off":
-        put_half_linears(model)
+def runs_in_triton(
+    device: torch.device, dims: Collection[int], sparse_config: SparseConfig | None = None, kernels: str = "auto"
+) -> bool:
+    """Return whether heads of these sizes, and pages of sparse layers, run in the Triton kernels of this device."""
+    if kernels == "off" or triton_kernels.why_not(device) is not None or not {16, 32, 64, 128}.issuperset(dims):
+        return False
+    return sparse_config is None or (
+        sparse_config.block_size % 16 == 0 and sparse_config.kernel_stride * 4 <= sparse_config.block_size
+    )
+
+
+def linear_kernels(device: torch.device, dtype: torch.dtype, kernels: str = "auto") -> LinearKernels | None:
+    """Return the kernels of packed matrices for activations of this precision; None: dequantize them at load.
+
+    Those of GPUs multiply in 16 bits.
+    """
+    if device.type == "cpu":
+        kernel = cpu_kernel(device, kernels)
+        return None if kernel is None else LinearKernels(kernel)
+    has_triton = dtype.itemsize == 2 and runs_in_triton(device, (), kernels=kernels)
+    return LinearKernels(has_triton=True) if has_triton else None
+
+
+def describe_cpu_linears() -> str:
+    """Return in words how quantized linears run on this machine's CPU."""
+    if native.load() is None:
+        return f"torch, dequantized at load: {native.describe()}"
+    return f"native: {native.describe()}"
+
+
+def put_half_linears(model: nn.Module, kernels: str = "auto") -> None:
+    """Replace every 16-bit linear on a CPU by one that runs in C++, if there are such kernels."""
+    halves = [(name, one) for name, one in model.named_modules() if can_be_half(one)]
+    kernel = cpu_kernel(_CPU, kernels) if halves else None
+    if kernel is None:
+        return
+    for name, linear in halves:
+        model.set_submodule(name, HalfLinear(linear, kernel))  # type: ignore[arg-type]
+
+
+def open_model(
+    checkpoint: Checkpoint, config: SalaConfig, dtype: torch.dtype, device: torch.device, options: Options
+) -> SalaModel:
+    """Load a model with linears that run in the kernels of this device, as far as the options allow."""
+    packed = linear_kernels(device, dtype, options.kernels) if options.packed else None
+    model = load_model(checkpoint, config, dtype, device, packed)
+    put_half_linears(model, options.kernels)
+    return model
 
 
 def select_forward(model: SalaModel, device: torch.device, max_tokens: int, options: Options) -> FusedForward | None:
@@ -106,16 +152,19 @@ def select_forward(model: SalaModel, device: torch.device, max_tokens: int, opti
 
     `max_tokens` is the longest sequence. Raises InputError if `prefill` is "fp8" and the device cannot do that.
     """
-    is_gpu = options.kernels != "off" and triton_kernels.why_not(device) is None and _has_gpu_shapes(model)
+    config = model.config
+    is_gpu = runs_in_triton(device, (config.head_dim, config.lightning_head_dim), config.sparse_config, options.kernels)
     if options.prefill == "fp8":
         _check_fp8_prefill(device, is_gpu)
     if is_gpu:
         from sala.backends.torch.fast.gpu_forward import GpuForward
 
         return GpuForward(model, device, max_tokens, prefill=options.prefill)
-    is_cpu = options.kernels != "off" and device.type == "cpu" and native.load() is not None
+    kernel = cpu_kernel(device, options.kernels)
     is_readable = options.kv == options.state == "auto"  # decode.cpp: pages of 16 and 32 bits, states of 32
-    return cpu_decode.CpuDecode(model) if is_cpu and is_readable and cpu_decode.can_decode(model) else None
+    if kernel is None or not is_readable or not cpu_decode.can_decode(model):
+        return None
+    return cpu_decode.CpuDecode(model, kernel)
 
 
 def _check_fp8_prefill(device: torch.device, has_kernels: bool) -> None:
@@ -123,14 +172,6 @@ def _check_fp8_prefill(device: torch.device, has_kernels: bool) -> None:
         raise InputError("prefill", "is fp8, which needs a GPU of compute capability 8.9 or newer", "use auto")
     if not has_kernels:
         raise InputError("prefill", "is fp8, which needs the Triton kernels", "use auto, or --kernels auto")
-
-
-def _has_gpu_shapes(model: SalaModel) -> bool:
-    """Return whether tensor cores can take the heads and the blocks of this model."""
-    config = model.config
-    sparse_config, dims = config.sparse_config, {config.head_dim, config.lightning_head_dim}
-    is_paged = sparse_config.block_size % 16 == 0 and sparse_config.kernel_stride * 4 <= sparse_config.block_size
-    return dims <= {16, 32, 64, 128} and is_paged
 
 
 # The operations with kernels; each has the signature of its reference.
