@@ -6,7 +6,7 @@ lock and may be called from any thread.
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -63,6 +63,7 @@ class Call:
     - attachment: documents that the conversation is about
     - attention: how the sparse layers attend; None: as the options of the model say
     - question: how the last message ends; what stands before it is worth keeping, on disk too
+    - controls: of a single answer, beside those that `sampling` asks for
     """
 
     key: Any
@@ -81,6 +82,7 @@ class Call:
     attachment: Attachment | None = None
     attention: Attention | None = None
     question: str = ""
+    controls: tuple[Control, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,11 @@ class Submission:
             scoring.adapter = fingerprint
 
 
+def submit_tokens(prompts: Iterable[Sequence[int]], sampling: Sampling) -> Submission:
+    """Return answers to prompts that are taken as they are, for measurements: without checks, and without text."""
+    return Submission([[AnswerState(Request(ids, sampling))] for ids in prompts], is_streamed=False)
+
+
 class LoopGuard:
     """Ends an answer that only repeats itself, with finish reason `repetition`.
 
@@ -296,7 +303,7 @@ class InputProcessor:
         for _ in range(call.n):
             controls, forced = self._controls(call.sampling, beginning)
             request = Request(
-                ids, call.sampling, self._stop_ids, "", boundaries, controls, forced, kept=kept,
+                ids, call.sampling, self._stop_ids, "", boundaries, (*call.controls, *controls), forced, kept=kept,
                 attention=call.attention,
             )  # fmt: skip
             form = None

@@ -28,10 +28,9 @@ from sala.checkpoint.random import RELEASED, SHAPES
 from sala.checkpoint.reader import Checkpoint
 from sala.config import SalaConfig
 from sala.engine.engine import Engine
-from sala.engine.requests import Submission
-from sala.engine.scheduler import Request
+from sala.engine.requests import submit_tokens
 from sala.engine.service import EngineService
-from sala.engine.stream import AnswerState, Event
+from sala.engine.stream import Event
 from sala.errors import InputError, SalaError
 from sala.models.embedded import find_base
 from sala.protocol import Capacity, Options, Sampling
@@ -236,7 +235,8 @@ def _prompts(count: int, num_tokens: int, vocab_size: int, seed: int) -> list[li
 def run(service: EngineService, prompts: Sequence[Sequence[int]], new_tokens: int, device: torch.device) -> RunTimes:
     """Answer all prompts at once, to the end."""
     sampling = Sampling(temperature=0, ignore_eos=True, max_tokens=new_tokens, seed=0)
-    answers = [AnswerState(Request(prompt, sampling)) for prompt in prompts]
+    submission = submit_tokens(prompts, sampling)
+    answers = [answer for group in submission.groups for answer in group]
     memory = PeakMemory(device)
     first_at, num_early = None, 0
 
@@ -248,7 +248,7 @@ def run(service: EngineService, prompts: Sequence[Sequence[int]], new_tokens: in
             first_at, num_early = time.perf_counter(), sum(len(answer.sequence.sampled) for answer in answers)
 
     service.observe(on_step=on_step)
-    with service.submit(Submission([[answer] for answer in answers], is_streamed=False)) as stream:
+    with service.submit(submission) as stream:
         num_tokens = sum(
             len(item.completion.token_ids) for item in stream if isinstance(item, Event) and item.completion
         )

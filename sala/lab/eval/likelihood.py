@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sala.engine.requests import Call, Submission
-from sala.engine.scheduler import Request, as_bytes, as_tokens
-from sala.engine.stream import AnswerState, Completion
+from sala.engine.scheduler import as_bytes, as_tokens
+from sala.engine.stream import Completion
 from sala.errors import InputError
 from sala.lab.eval.runner import facts_of
 from sala.lab.eval.tasks.case import count_shared
@@ -67,14 +67,14 @@ class Dictation:
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A future request: its prompt, and how to make it once the boundaries of shared prefixes are known.
+    """A future request: its prompt, and how to ask once the boundaries of shared prefixes are known.
 
     Prompts are stored as bytes, because there may be very many.
     """
 
     key: int
     prompt: bytes
-    make: Callable[[list[int], tuple[int, ...]], AnswerState]  # from its tokens and the boundaries
+    call: Callable[[list[int], tuple[int, ...]], Call]  # from its tokens and the boundaries
 
 
 def score_pairs(llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]]) -> Iterator[tuple[int, Likelihood]]:
@@ -115,11 +115,10 @@ def _dictate(llm: LLM, index: int, context: Tokens, continuation: Tokens) -> Que
     if len(prompt) + len(tokens) > llm.ctx:
         raise InputError("pair", f"has {len(prompt) + len(tokens):,} tokens", f"the context holds {llm.ctx:,}")
 
-    def make(ids: list[int], boundaries: tuple[int, ...]) -> AnswerState:
-        controls = (Dictation(tokens, llm.config.vocab_size),)
-        return AnswerState(Request(ids, sampling, boundaries=boundaries, controls=controls))
+    def call(ids: list[int], boundaries: tuple[int, ...]) -> Call:
+        return Call(index, sampling, ids, boundaries=boundaries, controls=(Dictation(tokens, llm.config.vocab_size),))
 
-    return Query(index, as_bytes(prompt), make)
+    return Query(index, as_bytes(prompt), call)
 
 
 def answer_all(llm: LLM, queries: Iterable[Query]) -> Iterator[tuple[int, Completion]]:
@@ -127,7 +126,8 @@ def answer_all(llm: LLM, queries: Iterable[Query]) -> Iterator[tuple[int, Comple
 
     def submissions() -> Iterator[tuple[Sequence[Query], Submission]]:
         for family in families(queries):
-            group = [one.make(as_tokens(one.prompt), boundaries) for one, boundaries in family]
+            calls = [one.call(as_tokens(one.prompt), boundaries) for one, boundaries in family]
+            group = [llm.inputs.prepare(call)[0] for call in calls]
             yield [one for one, _ in family], Submission([group])
 
     for family, index, completion in llm.service.run_all(submissions(), MAX_WAITING):
@@ -289,12 +289,11 @@ class HarnessModel:
     def _query(self, index: int, ids: list[int], sampling: Sampling) -> Query:
         """Prepare a generation. In a chat, stop strings do not count inside the reasoning."""
 
-        def make(ids: list[int], boundaries: tuple[int, ...]) -> AnswerState:
+        def call(ids: list[int], boundaries: tuple[int, ...]) -> Call:
             is_chat = self.is_chat
-            call = Call(index, sampling, ids, is_chat=is_chat, boundaries=boundaries, stops_when_shown=is_chat)
-            return self.llm.inputs.prepare(call)[0]
+            return Call(index, sampling, ids, is_chat=is_chat, boundaries=boundaries, stops_when_shown=is_chat)
 
-        return Query(index, as_bytes(ids), make)
+        return Query(index, as_bytes(ids), call)
 
     def _key(self, kind: str, *asked: Any) -> str:
         return key_of(self._facts, {"kind": kind, "asked": asked, "chat": self.is_chat})
