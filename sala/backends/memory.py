@@ -216,15 +216,7 @@ def share_memory(
     step = activation_bytes(config, chunk, longest, element_bytes, tile_bytes)
     step += max(0, RUNTIME_BYTES - least_slots * of_slot)
     room = max(0, free - step)
-    budget = min(int(free * _CACHE_SHARE), room) if options.cache_memory is None else options.cache_memory
-    least = LEAST_SLOTS * slot_bytes + own_bytes
-    if budget < least or budget > room:
-        raise InputError(
-            "cache_memory",
-            f"is {budget / 2**20:,.0f} MiB",
-            f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {room / 2**30:.1f} GiB that are free "
-            f"beside what a step needs ({step / 2**20:,.0f} MiB)",
-        )
+    budget = _cache_budget(options, free, step, LEAST_SLOTS * slot_bytes + own_bytes)
     most = MAX_SLOTS if options.snapshots is None else (options.max_batch or most_batch) + options.snapshots
     num_slots = max(LEAST_SLOTS, min(most, budget // _STATE_SHARE // slot_bytes))
     ctx, num_pages, num_slots = _share_pages(
@@ -251,6 +243,20 @@ def share_memory(
         slot_bytes=slot_bytes,
         offload="" if offload is None else offload.place,
     )
+
+
+def _cache_budget(options: Options, free: int, step: int, least: int) -> int:
+    """Return the bytes for pages and slots. Raises InputError if they do not hold one sequence, or are not free."""
+    room = max(0, free - step)
+    budget = min(int(free * _CACHE_SHARE), room) if options.cache_memory is None else options.cache_memory
+    if budget < least or budget > room:
+        raise InputError(
+            "cache_memory",
+            f"is {budget / 2**20:,.0f} MiB",
+            f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {room / 2**30:.1f} GiB that are free "
+            f"beside what a step needs ({step / 2**20:,.0f} MiB)",
+        )
+    return budget
 
 
 def _share_pages(

@@ -59,43 +59,26 @@ def estimate(
     as_json: s.AsJson = False,
     options: Annotated[Options, s.Use(only=(*SIZES, *KINDS, *ATTENTION_FIELDS), defaults={"ctx": 131072})],
 ) -> None:
-    import psutil
-
-    if macs and options.kv_home == "disk":
-        raise InputError("kv_home", "is disk, which is for CPUs", "leave out --macs")
-    if bandwidth is not None and (table or macs or finetune is not None or engine is not None):
-        raise InputError("bandwidth", "is for one context", "leave out --table, --macs, --finetune and --engine")
-    if bits is not None:
-        s.one_of("bits", bits, (4, 8))
-    s.one_of("group-size", group_size, GROUP_SIZES)
+    is_one = not (table or macs or finetune is not None or engine is not None)
+    _check(options, macs, bandwidth is not None and not is_one, bits, group_size)
+    if engine is None and finetune is None and (pp > 1 or nodes > 1):
+        raise InputError("pp" if pp > 1 else "nodes", "is for other engines", "add --engine vllm")
     own, parameters, stored = _find(model, shape)
     config = own.attending(options.attention_choice)
-    ctx = options.ctx or config.max_position_embeddings
-    free = psutil.virtual_memory().available if memory is None else memory
+    ctx, free = options.ctx or config.max_position_embeddings, _free_memory() if memory is None else memory
     if finetune is not None:
-        tuning, dtype = _tuning(
-            finetune, optimizer, options.dtype, num_tokens=ctx, batch=batch, rank=rank, bits=bits or 4
-        )
-        facts = {"finetune": finetune, "ctx": ctx, "batch": batch, "dtype": dtype}
-        title = f"{finetune} fine-tuning with {optimizer}, weights in {dtype}, {batch} row(s) of {ctx:,} tokens"
-        _show_parts(title, facts, mem.estimate_tuning(config, expected_tensors(config), tuning), free, as_json)
+        tuning = _tuning(finetune, optimizer, options.dtype, num_tokens=ctx, batch=batch, rank=rank, bits=bits or 4)
+        _show_tuning(config, *tuning, free, as_json)
         return
     if config.num_attention_heads % tp or config.lightning_nh % tp:
         raise InputError("tp", f"is {tp}", f"it must divide {config.num_attention_heads} heads")
-    settings: dict[str, Any] = {
-        "batch": batch, "bits": bits, "group_size": group_size, "chunk": chunk,
-        "element_bytes": mem.ELEMENT_BYTES[config.dtype], "stored_bytes": stored, "num_ranks": tp,
-        "kv_bytes": 1 if options.kv == "fp8" else None,
-        "state_element_bytes": mem.STATE_ELEMENT_BYTES[options.state],
-        "num_snapshots": max(1 if options.snapshots is None else options.snapshots, mem.LEAST_SLOTS - batch),
-        "is_offloaded": options.kv_home == "disk",
+    settings = _settings(config, options, batch) | {
+        "bits": bits, "group_size": group_size, "chunk": chunk, "stored_bytes": stored, "num_ranks": tp
     }  # fmt: skip
     if engine is not None:
         s.one_of("engine", engine, ("vllm",))
         _show_vllm(config, parameters, settings, ctx, Gpus(tp, pp, nodes), memory, as_json)
         return
-    if pp > 1 or nodes > 1:
-        raise InputError("pp" if pp > 1 else "nodes", "is for other engines", "add --engine vllm")
     offload = _offload(options)
     if table:
         _show_table(config, parameters, settings, offload.free, as_json)
@@ -104,6 +87,35 @@ def estimate(
     else:
         speeds = {} if bandwidth is None else costs.bandwidths(bandwidth, _directory(options))
         _show_one(own, config, parameters, settings, options, ctx, free, offload, speeds, as_json)
+
+
+def _check(options: Options, macs: bool, is_wide: bool, bits: int | None, group_size: int) -> None:
+    """Raise InputError for flags that do not go together; `is_wide`: a bandwidth is given for more than a context."""
+    if macs and options.kv_home == "disk":
+        raise InputError("kv_home", "is disk, which is for CPUs", "leave out --macs")
+    if is_wide:
+        raise InputError("bandwidth", "is for one context", "leave out --table, --macs, --finetune and --engine")
+    if bits is not None:
+        s.one_of("bits", bits, (4, 8))
+    s.one_of("group-size", group_size, GROUP_SIZES)
+
+
+def _free_memory() -> int:
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _settings(config: SalaConfig, options: Options, batch: int) -> dict[str, Any]:
+    """Return arguments of `memory.estimate` for what is kept of sequences."""
+    return {
+        "batch": batch,
+        "element_bytes": mem.ELEMENT_BYTES[config.dtype],
+        "kv_bytes": 1 if options.kv == "fp8" else None,
+        "state_element_bytes": mem.STATE_ELEMENT_BYTES[options.state],
+        "num_snapshots": max(1 if options.snapshots is None else options.snapshots, mem.LEAST_SLOTS - batch),
+        "is_offloaded": options.kv_home == "disk",
+    }
 
 
 @dataclass(frozen=True)
@@ -302,6 +314,13 @@ def _tuning(method: str, optimizer: str, dtype: str, **settings: Any) -> tuple[T
     if dtype == "auto":
         dtype = "float32" if method == "full" and optimizer != "adamw-bf16" else "bfloat16"
     return Tuning(method=method, optimizer=optimizer, element_bytes=mem.ELEMENT_BYTES[dtype], **settings), dtype
+
+
+def _show_tuning(config: SalaConfig, tuning: Tuning, dtype: str, free: int, as_json: bool) -> None:
+    ctx, batch = tuning.num_tokens, tuning.batch
+    facts = {"finetune": tuning.method, "ctx": ctx, "batch": batch, "dtype": dtype}
+    title = f"{tuning.method} fine-tuning with {tuning.optimizer}, weights in {dtype}, {batch} row(s) of {ctx:,} tokens"
+    _show_parts(title, facts, mem.estimate_tuning(config, expected_tensors(config), tuning), free, as_json)
 
 
 def _find(model: str | None, shape: str | None) -> tuple[SalaConfig, int, int | None]:

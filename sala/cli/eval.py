@@ -187,8 +187,6 @@ def lm(
     """Run tasks of lm-eval without a server; print a table and write a record. An interrupted run is continued."""
     from importlib.metadata import version
 
-    from sala.checkpoint.writer import write_atomically
-    from sala.config import parse_object
     from sala.lab.eval.harness import adapter, evaluate, metadata_for, to_rows
     from sala.lab.eval.runner import facts_of
 
@@ -196,9 +194,7 @@ def lm(
     if limit is not None and limit <= 0:
         raise InputError("limit", f"is {limit:g}", "it must be above 0")
     counts = [] if lengths is None else s.counts(lengths, "lengths", MIN_LENGTH)
-    settings = None if gen_kwargs is None else parse_object(gen_kwargs)
-    if gen_kwargs is not None and settings is None:
-        raise InputError("gen_kwargs", f"are {gen_kwargs[:80]!r}", 'give a JSON object, such as {"temperature": 0.6}')
+    settings = None if gen_kwargs is None else _read_settings(gen_kwargs)
     wanted = {
         "tasks": names, "shots": shots, "limit": limit, "chat": chat, "system": system, "max_length": max_length,
         "max_tokens": max_tokens, "gen_kwargs": settings, "device": options.device, "dtype": options.dtype,
@@ -223,12 +219,28 @@ def lm(
     if target.num_cut:
         s.note(f"{target.num_cut:,} requests were longer than {target.max_length:,} tokens: cut on the left")
     if samples:
-        kept = [{"task": task, **one} for task, many in (results.get("samples") or {}).items() for one in many]
-        lines = (json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in kept)
-        write_atomically(sample_file, "".join(lines))
+        _write_samples(sample_file, results.get("samples") or {})
     record = run.to_record(to_rows(results))
     record.versions["lm-eval"] = version("lm-eval")
     run.finish(record, f"{path.name}, {', '.join(names)}")
+
+
+def _read_settings(text: str) -> dict[str, Any]:
+    """Read settings of answers; raise InputError for what is not a JSON object."""
+    from sala.config import parse_object
+
+    settings = parse_object(text)
+    if settings is None:
+        raise InputError("gen_kwargs", f"are {text[:80]!r}", 'give a JSON object, such as {"temperature": 0.6}')
+    return settings
+
+
+def _write_samples(file: Path, samples: dict[str, list[Any]]) -> None:
+    """Write the questions and answers of every task, one per line."""
+    from sala.checkpoint.writer import write_atomically
+
+    kept = [{"task": task, **one} for task, many in samples.items() for one in many]
+    write_atomically(file, "".join(json.dumps(one, ensure_ascii=False, default=str) + "\n" for one in kept))
 
 
 eval.command("sources")(sources)

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -43,10 +44,7 @@ def sources(
     from sala.lab.eval import sources as work
     from sala.lab.eval.documents import read_source
     from sala.lab.eval.runner import facts_of
-    from sala.lab.eval.tasks.case import PromptWriter
-    from sala.lab.eval.tasks.haystack import Haystack as Text
     from sala.lab.eval.tasks.reading import read_passages
-    from sala.lab.eval.tasks.sources import SourceMaker, passages
 
     counts = s.counts(lengths, "lengths", MIN_LENGTH)
     if learn and (questions is not None or output is not None):
@@ -55,15 +53,8 @@ def sources(
     file = None if learn else output_file(output, f"sources-{path.name}.json")
     known = read_passages(questions) if questions is not None else []
     llm = s.load(options, verbose, ctx=options.ctx or max(counts))
-    writer = PromptWriter.for_model(llm.tokenizer)
     source = read_source(haystack)
-    text = Text(source.documents, writer.encode)
-    maker = SourceMaker(writer, text, seed, "train" if learn else "test")
-
-    def make(length: int, number: int) -> "list[SourceText]":
-        made = [maker.make(length, number, ones)]
-        return [*made, passages(writer, known, text, length, number, seed)] if known else made
-
+    make = _maker(llm.tokenizer, source.documents, known, seed, "train" if learn else "test")
     asked = {"ones": ones, "haystack": source.name, "questions": None if questions is None else questions.name}
     settings = {"seed": seed, **asked, "heads": _name_of_heads(path), **facts_of(llm)}
     record: Record = {"model": path.name, "settings": settings}
@@ -72,7 +63,7 @@ def sources(
     judged = []
     with work.keeping_heads(llm) as weights:
         for length, number in (place for place in product(counts, range(texts)) if place not in done):
-            for one in (one for each in make(length, number) for one in work.ask_all(llm, each)):
+            for one in (one for each in make(length, number, ones) for one in work.ask_all(llm, each)):
                 judged.append(one)
                 rows.append({"length": length, "text": number, **work.to_row(one, weights)})
                 s.note(_tell(rows[-1]))
@@ -83,6 +74,23 @@ def sources(
         return
     _print([row for row in rows if row["length"] in counts], path.name)
     s.note(f"wrote {file}")
+
+
+def _maker(tokenizer: Any, documents: Any, known: Any, seed: int, split: str) -> "Callable[..., list[SourceText]]":
+    """Return what makes the texts of a length and a number: with facts, and with the questions in `known`."""
+    from sala.lab.eval.tasks.case import PromptWriter
+    from sala.lab.eval.tasks.haystack import Haystack as Text
+    from sala.lab.eval.tasks.sources import SourceMaker, passages
+
+    writer = PromptWriter.for_model(tokenizer)
+    text = Text(documents, writer.encode)
+    maker = SourceMaker(writer, text, seed, split)
+
+    def make(length: int, number: int, ones: int) -> "list[SourceText]":
+        made = [maker.make(length, number, ones)]
+        return [*made, passages(writer, known, text, length, number, seed)] if known else made
+
+    return make
 
 
 def _name_of_heads(path: Path) -> str:

@@ -1,5 +1,7 @@
 """`sala quantize`: fewer bits per weight, in one layout for every backend."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,7 +50,7 @@ def quantize(
     from sala.backends.torch.loader import pick_device
     from sala.checkpoint.names import expected_tensors
     from sala.config import SalaConfig
-    from sala.lab.quantize.pipeline import draft_of, is_result, quantize_model
+    from sala.lab.quantize.pipeline import is_result, quantize_model
     from sala.lab.quantize.plan import QuantizeSettings, count_bits, describe, plan_modules
 
     output = output.expanduser()
@@ -62,12 +64,8 @@ def quantize(
         if (report or check) and is_result(output, config, plan):
             s.note(f"{output} is complete; measuring it")
         else:
-            try:
+            with _resumable(output):
                 quantize_model(path, output, wanted, text, where, requantize, bar, options.kernels)
-            except KeyboardInterrupt:
-                if draft_of(output).is_dir():
-                    s.note("stopped; the same command continues where it stopped")
-                raise
         if check:
             file = report_text or calibration
             held_out = None if file is None else _text(path, file, options, bar).held_out(report_tokens, 1024)
@@ -77,6 +75,19 @@ def quantize(
             _report(path, output, measured.held_out(report_tokens, 1024), options, needles, bar)
     width = count_bits(plan, expected_tensors(config), 8 * ELEMENT_BYTES[config.dtype])
     s.note(f"ready: {output}, {width:.2f} bits per weight ({describe(plan)})")
+
+
+@contextmanager
+def _resumable(output: Path) -> Iterator[None]:
+    """Say, if the user stops here, that the same command continues."""
+    from sala.lab.quantize.pipeline import draft_of
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if draft_of(output).is_dir():
+            s.note("stopped; the same command continues where it stopped")
+        raise
 
 
 def _text(model: Path, file: Path | None, options: Options, bar: ProgressBar) -> "CalibrationText":
