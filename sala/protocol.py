@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from sala.options import Options as Options
 from sala.options import Sampling as Sampling
 
-COPY_SLACK = 1 << 14  # bytes of a copy of a snapshot, for the alignment of its tensors
+COPY_SLACK = 1 << 14  # extra bytes of a copy of a snapshot, for the alignment of its tensors
 PENDING = -1  # instead of a token: the one that the sequence's last row sampled, which the host does not know yet
 
 
@@ -23,14 +23,14 @@ class Capacity:
     num_slots: int
     prefill_chunk: int
     max_tokens: int
-    dtype: str = ""  # of keys and values
+    dtype: str = ""  # precision of keys and values
     max_batch: int = 8  # sequences that run at a time
     can_run_ahead: bool = False  # launches a step before the tokens of the last one are known (`PENDING`)
-    page_bytes: int = 0  # of a page in all layers
+    page_bytes: int = 0  # bytes of a page in all layers
     slot_bytes: int = 0
     can_split: bool = False  # prefill: any chunks give the same bits, and a row stores states on the way (`snapshots`)
     can_draft: bool = False  # has a draft head
-    can_gather: bool = False  # tells what sampled positions attend to (`wants_sources`)
+    can_gather: bool = False  # gathers what sampled positions attend to (`wants_sources`)
     has_warm_up: bool = False  # compiles kernels for sizes that it meets the first time
     offload: str = ""  # where keys and values lie, if not in the device's memory: "on disk"
 

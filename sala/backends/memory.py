@@ -11,13 +11,13 @@ from sala.protocol import Capacity, Options
 from sala.quantization_config import LINEARS
 
 RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU, and what the first slots take beside states
-TILE_BYTES = 8 << 20  # of a tile of queries that select blocks
-EDGE_BITS = 8  # at least, of embedding and head
-USABLE = 0.9  # of a machine's memory; the rest is left to the system
+TILE_BYTES = 8 << 20  # bytes of a tile of queries that select blocks
+EDGE_BITS = 8  # least bits of embedding and head
+USABLE = 0.9  # share of a machine's memory; the rest is left to the system
 STATE_ELEMENT_BYTES = {"auto": 4, "bf16": 2}  # by the option `state`
 LEAST_SLOTS = 2  # one sequence, and the snapshot that it leaves
 MAX_SLOTS = 4096  # by default: a bound for the tables with a row per slot, which only tiny models reach
-_CACHE_SHARE = 0.5  # of the free memory, when no budget is given
+_CACHE_SHARE = 0.5  # share of the free memory, if no budget is given
 _STATE_SHARE = 4  # states get at most one part in so many of the budget, pages the rest
 
 

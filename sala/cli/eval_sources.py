@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from sala.cli import flags as s
 from sala.cli.eval_flags import MIN_LENGTH, Haystack, Lengths, OneAtATime
@@ -76,7 +76,9 @@ def sources(
     s.note(f"wrote {file}")
 
 
-def _maker(tokenizer: Any, documents: Any, known: Any, seed: int, split: str) -> "Callable[..., list[SourceText]]":
+def _maker(
+    tokenizer: Any, documents: Any, known: Any, seed: int, split: Literal["train", "test"]
+) -> "Callable[..., list[SourceText]]":
     """Return what makes the texts of a length and a number: with facts, and with the questions in `known`."""
     from sala.lab.eval.tasks.case import PromptWriter
     from sala.lab.eval.tasks.haystack import Haystack as Text

@@ -16,7 +16,7 @@ from sala.engine.prefixes import ClientUse, Node, P, Prefix, PrefixStatistics, S
 from sala.engine.scheduler import TOKEN_BYTES, SequenceState
 from sala.protocol import Executor
 
-MAX_GHOSTS, GHOST_BYTES = 10_000, 16 << 20  # evicted prefixes that are remembered, to tell why a prompt missed
+MAX_GHOSTS, GHOST_BYTES = 10_000, 16 << 20  # limits of the record of evicted prefixes, which says why a prompt missed
 
 
 class Pool:
@@ -77,10 +77,10 @@ class Pool:
 class PrefixCache(Generic[P]):
     """Prefixes by their tokens, in a radix tree for each salt, and the order in which they are evicted.
 
-    Prefixes that only one other continues go first: these are earlier turns of a conversation whose tip is cached.
-    Where conversations branch off, also if only one of them is still cached, and their tips, stay. In each group the
-    least recently used one is the first. All of this begins with the clients that hold more than their share. The
-    caller keeps track of what prefixes hold.
+    Prefixes that exactly one other prefix continues are evicted first: they are earlier turns of a conversation whose
+    tip is cached. Tips, and prefixes at which conversations branch off (even if only one branch is still cached), are
+    evicted last. Within a group the least recently used prefix goes first. Prefixes of clients that hold more than
+    their share go before all others. The caller keeps track of what prefixes hold.
     """
 
     def __init__(self, sparse: SparseConfig) -> None:
@@ -88,8 +88,8 @@ class PrefixCache(Generic[P]):
         self._roots: dict[str, Node] = {}
         self._prefixes: dict[P, None] = {}  # in the order in which they were added
         self._clock = 0
-        self.clients: dict[str, ClientUse] = {}  # that have prefixes here
-        self.nbytes = 0  # of all labels
+        self.clients: dict[str, ClientUse] = {}  # those with prefixes here
+        self.nbytes = 0  # size of all labels
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -184,7 +184,7 @@ class PrefixCache(Generic[P]):
         return [prefix for prefix in found if self.agrees(prefix.length, prefix.regime, regime)]
 
     def rank(self, held: Callable[[str], int], size: int, asking: str = "", num_asked: int = 0) -> dict[str, int]:
-        """Return the owners from whom to evict first: idle ones, then who has more than an equal share of `size`."""
+        """Return whose prefixes to evict first: those of idle owners, then of owners with more than their share."""
         return rank_clients(self.clients, held, size, asking, num_asked)
 
     def first(
@@ -264,9 +264,9 @@ class Hybrid:
         self.prefix: PrefixCache[Snapshot] = PrefixCache(sparse)
         self.ghosts: PrefixCache[Prefix] = PrefixCache(sparse)  # prefixes that were evicted
         self.statistics = PrefixStatistics()
-        self.unstored: set[Snapshot] = set()  # whose states a step is about to store: not to be evicted
+        self.unstored: set[Snapshot] = set()  # a step is about to store their states: they must not be evicted
         self._held: dict[str, Counter[int]] = {}  # pages of snapshots by owner
-        self._running: set[SequenceState] = set()  # that have a slot and pages
+        self._running: set[SequenceState] = set()  # those with a slot and pages
 
     def admit(self, sequence: SequenceState) -> bool:
         """Give a sequence a slot, pages, and the longest cached prefix. Return False if they do not fit."""
@@ -274,7 +274,7 @@ class Hybrid:
         cached = self.prefix.find(sequence.token_bytes, sequence.regime, sequence.request.salt)
         shared = cached.length // self._page_size if cached else 0
         if cached is not None and not self._make_room(sequence.owner, needed - shared, 1, cached):
-            cached, shared = None, 0  # there is one page too few to keep the snapshot beside its copy: begin anew
+            cached, shared = None, 0  # one page too few to keep the snapshot beside its copy: start over
         if cached is None and not self._make_room(sequence.owner, needed, 1):
             return False
         slot = self._take(sequence, needed - shared)
@@ -460,7 +460,7 @@ class Hybrid:
         return True
 
     def _free_pages(self, owner: str, num_pages: int, kept: Collection[Snapshot]) -> None:
-        """Evict snapshots until so many pages are free."""
+        """Evict snapshots until `num_pages` pages are free."""
         running: Counter[str] = Counter()
         for one in self._running:
             running[one.owner] += sum(page not in self._held.get(one.owner, ()) for page in one.pages)
@@ -474,7 +474,7 @@ class Hybrid:
             self._evict(frees or self.prefix.first(ranks, kept))
 
     def _rank_by_slots(self, owner: str) -> dict[str, int]:
-        """Return from whom to evict first if `owner` needs a slot, of which those that run have some too."""
+        """Return whose snapshots to evict first if `owner` needs a slot; running sequences hold slots too."""
         taken = Counter({name: client.num_prefixes for name, client in self.prefix.clients.items()})
         if len(self.prefix) >= self._max_snapshots:
             return self.prefix.rank(taken.__getitem__, self._max_snapshots, owner, 1)

@@ -7,7 +7,7 @@ draft, so the output is the same as without them.
 With `lookup` and `layers` every sequence gets the same number of drafts, until they turn out to be slower.
 `AdaptiveSpeculation` (`head` and `auto`) decides for each sequence and step: by how often its drafts were accepted, and
 by what a step costs with so many rows. A draft head has to follow what the model computes, which costs a little in
-every step: where its drafts are not worth their cost it stays behind, and follows again shortly before another try.
+every step: where its drafts are not worth their cost it stops following, and resumes shortly before a new try.
 """
 
 import secrets
@@ -21,12 +21,12 @@ from sala.engine.scheduler import TOKEN_BYTES, SequenceState, Work
 LONGEST, SHORTEST = 4, 2  # tokens that must match before a draft is made
 SIZES = range(LONGEST, SHORTEST - 1, -1)
 SECRET = secrets.randbits(62)  # part of all hashes, so that nobody can write prompts whose runs collide
-MOST_RUNS = 1 << 14  # that an index is extended by in a step: a long text is scanned until it has caught up
+MOST_RUNS = 1 << 14  # added to an index per step; a long text is scanned until its index has caught up
 PROBE_STEPS = 4  # plain steps at first, to measure what they cost
 TRIAL_ROUNDS = 12  # rounds before drafts may be switched off
-LEAST_GAIN = 1.03  # times as fast as a plain step a round must be expected to be
+LEAST_GAIN = 1.03  # a round must be expected to be this many times as fast as plain steps
 PROBE_AFTER, PROBE_AT_MOST = 16, 256  # tokens without drafts before a sequence tries one again
-LEAVE_AFTER, CATCH_UP = 2, 4  # steps whose drafts were too dear before the head stays behind; it follows before a try
+LEAVE_AFTER, CATCH_UP = 2, 4  # useless steps before the head stops following; steps it follows before a new try
 
 
 class Ngrams:
@@ -122,7 +122,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What a sequence gets in a step: so many drafts from a source, or these tokens."""
+    """What a sequence gets in a step: a number of drafts from a source, or given tokens."""
 
     source: str = ""
     count: int = 0
@@ -239,7 +239,7 @@ class StepCost:
 
     def add(self, rows: int, seconds: float) -> None:
         if self.is_known:
-            seconds = min(seconds, 3 * self.seconds(rows))  # something else held it up
+            seconds = min(seconds, 3 * self.seconds(rows))  # the step was held up by something else
         new = (1.0, rows, seconds, rows * rows, rows * seconds)
         self._sums = [0.97 * old + one for old, one in zip(self._sums, new, strict=True)]
 
@@ -259,7 +259,7 @@ class SequenceDrafts:
     acceptance: dict[str, Acceptance] = field(default_factory=dict)  # by source
     probe_after: int = PROBE_AFTER
     num_plain: int = 0  # steps without drafts since the last one that had some
-    num_too_dear: int = 0  # steps since the head drafted in which its drafts were not worth their cost
+    num_unprofitable: int = 0  # steps since the head drafted in which its drafts were not worth their cost
 
 
 def drafts_of(sequence: SequenceState) -> SequenceDrafts:
@@ -281,7 +281,7 @@ class AdaptiveSpeculation(Speculation):
         self._overall = {source: Acceptance(0.7, 4) for source in self.sources}
         self._cost = StepCost()
         self._depth_s = 0.0  # seconds of drafting one token for each sequence
-        self._drafting_s = 0.0  # of the step that is being planned
+        self._drafting_s = 0.0  # for the step that is being planned
         self._following_s: float | None = None  # seconds that it takes the head to follow a step
         self._num_plain = self._num_bare = 0  # steps without drafts; those that no head has followed either
 
@@ -302,7 +302,7 @@ class AdaptiveSpeculation(Speculation):
             for sequence, wanted, draft in zip(sequences, most, options, strict=True):
                 if wanted.source == "head":
                     known = drafts_of(sequence)
-                    known.num_too_dear = 0 if draft.count else known.num_too_dear + 1
+                    known.num_unprofitable = 0 if draft.count else known.num_unprofitable + 1
         for sequence, draft in zip(sequences, options, strict=True):
             known = drafts_of(sequence)
             known.num_plain = 0 if draft.count else known.num_plain + 1
@@ -314,7 +314,7 @@ class AdaptiveSpeculation(Speculation):
         if self._num_bare < PROBE_STEPS:  # to measure what a step costs without the head
             return False
         known = drafts_of(item.sequence)
-        return known.num_too_dear < LEAVE_AFTER or known.num_plain >= known.probe_after - CATCH_UP
+        return known.num_unprofitable < LEAVE_AFTER or known.num_plain >= known.probe_after - CATCH_UP
 
     def _best(self, sequence: SequenceState, limit: int) -> Draft:
         """Return the most drafts that a sequence may get, from the source that is accepted most often."""
@@ -351,7 +351,7 @@ class AdaptiveSpeculation(Speculation):
         ]
 
     def _probe(self, sequence: SequenceState) -> int:
-        """Return 1 where drafts have not been tried for long, ever more rarely if they stay useless."""
+        """Return 1 where drafts have not been tried for a while; ever more rarely as long as they stay useless."""
         known = drafts_of(sequence)
         if known.num_plain < known.probe_after:
             return 0

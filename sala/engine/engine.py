@@ -20,9 +20,9 @@ from sala.protocol import PENDING, Capacity, Executor, Options, Plan, Result, Ro
 
 SPACED_FROM = 2048  # prompts at least this long leave snapshots on the way, closer together towards their end
 NUM_SPACED = 4
-MAX_SNAPSHOTS = 8  # of a row
+MAX_SNAPSHOTS = 8  # per row
 READ_S = 0.02  # longest wait for a file in a step that has nothing else to do
-WARM_LENGTHS = (1, 2, 40, 100, 200, 500, 1000, 1500, 2048, 4096, 8448, 17000)  # of prompts that a warm-up computes
+WARM_LENGTHS = (1, 2, 40, 100, 200, 500, 1000, 1500, 2048, 4096, 8448, 17000)  # lengths of warm-up prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Engine:
         self._executor = executor
         self._own_sparse = sparse
         self._attention = options.attention_choice
-        self._sparse = sparse.attending(self._attention)  # of requests that do not say
+        self._sparse = sparse.attending(self._attention)  # for requests that choose nothing
         self.tiers = tiers
         self.hybrid = Hybrid(executor, sparse, options.snapshots) if tiers is None else tiers
         capacity = executor.capacity
@@ -174,7 +174,7 @@ class Engine:
         if self.tiers is not None:
             self.tiers.is_paused = True
         self._executor.warm_up(report)
-        speculation, self.speculation = self.speculation, Speculation("off", 0, 0)  # not judged by steps that compile
+        speculation, self.speculation = self.speculation, Speculation("off", 0, 0)  # steps that compile must not count
         for left, length in zip(range(len(lengths) - 1, -1, -1), lengths, strict=True):
             for _ in range(2):  # the second time from a snapshot
                 self.submit(Request([0] * length, Sampling(max_tokens=2, ignore_eos=True), salt="warm-up"))

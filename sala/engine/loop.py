@@ -93,7 +93,7 @@ class RequestHandle:
         # for the engine thread alone:
         self.left: dict[int, AnswerState] = {}
         self.scores: deque[PromptScoring] = deque()
-        self.scoring: Generator[None] | None = None  # of the first of `scores`
+        self.scoring: Generator[None] | None = None  # in progress: scores the first of `scores`
         self.turn = 0  # the last time that a prompt of it was scored, or that it arrived
         self.events: list[StreamItem] = []
         self.completions: list[Completion] = []
@@ -110,7 +110,7 @@ class RequestHandle:
     def find_place(self, others: "list[RequestHandle]", max_batch: int) -> tuple[int, int]:
         """Return how many answers wait for the owner already, and for how many the batch has places: free or its share.
 
-        What runs in the background gives way.
+        Background requests give way.
         """
         running = Counter({self.owner: 0})
         waiting = 0
@@ -191,7 +191,7 @@ class EngineTask:
                 self.future.set_exception(error)
 
 
-Order = RequestHandle | EngineTask | None  # None: look around
+Order = RequestHandle | EngineTask | None  # None: only wake up
 
 
 class EngineLoop:
@@ -240,7 +240,7 @@ class EngineLoop:
         return False
 
     def _cut_late_requests(self) -> None:
-        """Cut the answers of requests that have had their time. Scores are whole or an error: half of them misleads."""
+        """Cut the answers of requests whose time is up; incomplete scores are an error, since they would mislead."""
         began = time.monotonic() - self.max_request_s
         for handle in list(self._active) if self.max_request_s else ():
             if handle.accepted_at < began and not handle.is_background:  # which waits for all others
@@ -368,7 +368,7 @@ class EngineLoop:
         handle.events.append(PromptScores(scoring.index, parts))
 
     def _deliver(self, handle: RequestHandle, num_running: int) -> None:
-        """Hand over what the last step brought."""
+        """Deliver the events of the last step."""
         items = self._progress(handle) if handle.submission.wants_progress else []
         items += handle.events
         handle.events = []

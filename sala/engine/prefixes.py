@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from sala.config import Regime
 
-TIP_WORTH = 8  # uses of every prefix for which the tip of a conversation may go unused before inner ones outlive it
-IDLE_S = 3600.0  # a client that has used none of its prefixes for so long has no share any more
+TIP_WORTH = 8  # tips are kept as if used this much later: uses by their client, per prefix of this client
+IDLE_S = 3600.0  # a client that has used none of its prefixes for this long loses its share
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +36,7 @@ class Prefix:
     salt: str
     owner: str
     used: int = field(init=False, default=0)  # clock of the last use
-    turn: int = field(init=False, default=0)  # the same, if only uses by this owner are counted
+    turn: int = field(init=False, default=0)  # the same, counting only uses by this owner
     is_branch: bool = field(init=False, default=False)  # conversations branch off here, or did while they were cached
     node: Node = field(init=False)
 
@@ -63,7 +63,7 @@ class Snapshot(Prefix):
 
 
 class PrefixStatistics:
-    """Tokens of prompts found by tier, and the others by cause. Whether another salt has them must not be told here."""
+    """Tokens of prompts found by tier, and the others by cause. Must not reveal what another salt has."""
 
     def __init__(self) -> None:
         self.hit, self.missed = Counter(device=0, host=0, disk=0), Counter(new=0, evicted=0, regime=0)
@@ -103,7 +103,7 @@ def rank_clients(
 ) -> dict[str, int]:
     """Return the clients that are IDLE, and those that are BEYOND an equal share of `size` among all others.
 
-    `asking` wants `num_asked` beside what it holds.
+    `asking` wants `num_asked` in addition to what it holds.
     """
     since = time.monotonic() - IDLE_S
     sharing = {name for name, client in clients.items() if client.used_at >= since} | {asking}

@@ -27,7 +27,7 @@ Tools = Sequence[Mapping[str, Any]]
 MAX_ANSWERS = 128
 CHECK_EVERY = 16  # tokens between two checks for a loop
 NUM_REPEATS = 3  # repetitions of a longer text that count as a loop
-NEAR_END = 1024  # tokens at the end of a prompt that are not of the last message
+NEAR_END = 1024  # tokens at the end of a prompt that may not belong to the last message
 MARGIN = 2  # tokens before a question or the next document whose tokenization may change with these
 MAX_ENDS = 6  # of documents, after which a prefix is kept
 COUNT_LIMIT = 8  # contexts: texts up to this length are encoded where only their tokens are counted
@@ -204,8 +204,8 @@ def submit_tokens(prompts: Iterable[Sequence[int]], sampling: Sampling) -> Submi
 class LoopGuard:
     """Ends an answer that only repeats itself, with finish reason `repetition`.
 
-    It does so where the last `limit` tokens repeat with a period of up to a third of them, or where up to `limit`
-    tokens stand there three times.
+    It does so where the last `limit` tokens repeat with a period of at most a third of `limit`, or where a longer
+    text, of up to `limit` tokens, occurs three times in a row.
     """
 
     allows_drafts = True
@@ -449,7 +449,7 @@ def _attached(attachment: Attachment | None, ids: Sequence[int]) -> range | None
         return None
     whole, part = as_bytes(ids), as_bytes(attachment.ids)
     at = whole.find(part)
-    while at % TOKEN_BYTES:  # between two tokens, by chance
+    while at % TOKEN_BYTES:  # a chance match that begins inside a token
         at = whole.find(part, at + 1)
         assert at >= 0
     start = at // TOKEN_BYTES

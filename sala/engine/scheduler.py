@@ -111,7 +111,7 @@ class SequenceState:
 
     @property
     def order(self) -> tuple[bool, int]:
-        """Return what sequences are served by: those in the background last, otherwise by arrival."""
+        """Return the key by which sequences are served: those in the background last, otherwise by arrival."""
         return self.request.is_background, self.id
 
     def take_error(self) -> Exception:
@@ -196,7 +196,7 @@ class Scheduler:
         self._step_tokens = capacity.prefill_chunk
         self._page_size = capacity.page_size
         self._can_split = capacity.can_split
-        self._prefill_s = prefill_s  # that prefill may add to a step in which sequences decode
+        self._prefill_s = prefill_s  # seconds that prefill may add to a step in which sequences decode
         self._prefill_rate: float | None = None  # tokens per second
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []  # in the order in which they are served
@@ -303,7 +303,7 @@ class Scheduler:
             elif len(self.running) < self.max_batch:
                 return  # others don't overtake it, so that a large request does not wait for ever
             else:
-                served.add(sequence.owner)  # the requests of other clients may still share what these have
+                served.add(sequence.owner)  # requests of other clients may still get a share
 
     def _make_room(self, sequence: SequenceState) -> bool:
         """Return whether a sequence has a place now, if necessary that of another."""

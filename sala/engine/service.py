@@ -52,7 +52,7 @@ from sala.text.workers import FairPool
 CLOSE_S = 60.0  # longest wait for the step in progress when a service is closed
 EXIT_S = 10.0  # the same when the interpreter exits
 NUM_PREPARERS = 4
-MAX_PREPARERS = 2  # that work for one client at a time
+MAX_PREPARERS = 2  # threads that prepare requests of one client at a time
 T = TypeVar("T")
 K = TypeVar("K")
 Keyed = tuple[K, int, Completion | Exception]  # key of a submission, index of the answer, what became of it
@@ -204,7 +204,7 @@ class EngineService:
         self._loop.observer, self._loop.log, self._loop.on_step = observer, log, on_step
 
     def limit_time(self, seconds: float) -> None:
-        """Cut a request after so many seconds: answers end, scores that are missing are an error. 0: never."""
+        """End requests after this many seconds: answers are cut, missing scores are an error. 0: never."""
         self._loop.max_request_s = seconds
 
     def start(self) -> None:
@@ -399,7 +399,7 @@ class EngineService:
             raise EngineDead from self._loop.failure
 
     def _accept(self, handle: RequestHandle) -> None:
-        """Count a request, unless as many answers wait for its owner already as may."""
+        """Count a request. Raises QueueFull if too many answers wait for its owner already."""
         self._check_alive()
         if self.max_queue is not None and not handle.is_background:
             waiting, room = handle.find_place(list(self._handles), self.engine.scheduler.max_batch)
@@ -480,7 +480,7 @@ class _Batch(Generic[K]):
         self._service._queue(handle, submission)
 
     def take(self, handle: RequestHandle | None, found: list[Keyed[K]]) -> list[Keyed[K]]:
-        """Drop a handle that is over and return its answers."""
+        """Drop a handle that has ended and return its answers."""
         if handle is not None:
             self._active.pop(handle, None)
             self._service.release(handle)

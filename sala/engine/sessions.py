@@ -33,11 +33,11 @@ FORMAT = "sala-session-1"
 SUFFIX = ".sala"
 MIN_TOKENS = 256  # of the disk tier: shorter prefixes are computed faster than loaded
 MAX_PENDING = 1 << 30  # bytes that wait to be written; more are not accepted
-DISK_SHARE = 10  # a directory without a limit of its own takes one part in so many of what is free or its own
+DISK_SHARE = 10  # without a limit, a directory takes one part in this many of the free space and its own files
 RETRY_S = 60.0  # after a write has failed
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _AUTOMATIC = re.compile(r"auto-([0-9a-f]{32})")
-_STALE_SECONDS = 24 * 3600  # a draft that is being written is younger than this, even after a change of the clock
+_STALE_SECONDS = 24 * 3600  # a file that is being written is younger than this, even after a change of the clock
 Warn = Callable[[str], None]
 Blobs = Mapping[str, Blob]
 

@@ -18,7 +18,7 @@ from sala.text.answer import Answer, Delta
 from sala.text.sources import PromptText, Sources, find_sources
 from sala.text.tools import ToolCall
 
-EVENT_BYTES = 64  # what an event weighs besides its text
+EVENT_BYTES = 64  # size of an event besides its text
 WAIT_S = 1.0  # longest uninterruptible wait of a synchronous reader
 T = TypeVar("T")
 

@@ -47,7 +47,7 @@ class HostTier:
     ) -> None:
         """`on_evict` is a method of the object that holds this one. Held weakly, so that both are freed at once."""
         sizes = [block.nbytes for block in blocks]
-        self._starts = [sum(sizes[:index]) + index for index in range(len(sizes))]  # apart, so that regions never join
+        self._starts = [sum(sizes[:index]) + index for index in range(len(sizes))]  # gaps keep regions of blocks apart
         self._blocks = blocks
         self._size, self._largest = sum(sizes), max(sizes)
         self._free = [(start, start + size) for start, size in zip(self._starts, sizes, strict=True)]  # in order
@@ -151,14 +151,14 @@ class TieredHybrid(Hybrid):
     ) -> None:
         super().__init__(executor, sparse, max_snapshots)
         self.disk = disk
-        self.is_paused = False  # nothing goes down, and nothing is read
+        self.is_paused = False  # nothing is moved to lower tiers, and nothing is read
         self._warn = warn
         self.host: HostTier | None = None
         if host_bytes:
             blocks = [executor.host_memory(size) for size in block_sizes(host_bytes)]
             self.host = HostTier(blocks, sparse, self._sink)
         self._in_use: HostCopy | None = None  # while it is restored
-        self._reading: dict[int, tuple[SequenceState, float]] = {}  # by id: those that wait for a file, until when
+        self._reading: dict[int, tuple[SequenceState, float]] = {}  # by id: waiting for a file, until when
         self._read: queue.SimpleQueue[tuple[int, int, Blobs | None]] = queue.SimpleQueue()
         self._ready: dict[int, Loaded] = {}  # by id: from disk, for sequences that wait to be admitted
 
@@ -212,7 +212,7 @@ class TieredHybrid(Hybrid):
         found = self._below(sequence)
         if found is None:
             return super().admit(sequence)
-        self._in_use = found.copy  # space for the sequence may push others down, but not this one out
+        self._in_use = found.copy  # making room may evict other copies, but not this one
         try:
             if not self._make_room(sequence.owner, self._num_pages(len(sequence.tokens)), 1):
                 return False
@@ -264,7 +264,7 @@ class TieredHybrid(Hybrid):
     # down
 
     def finished(self, sequence: SequenceState) -> None:
-        """Write the prompt but its last token to disk: the next turn, or the same question again, begins with it.
+        """Write the prompt, except its last token, to disk: the next turn, or the same question again, begins with it.
 
         Of a prompt with documents only these are written: the next question is another one. What other conversations
         begin with too is written as well: where some branched off already, and where the request says that they may.

@@ -1,4 +1,4 @@
-"""A thread that does one job after another: what reads and writes the files of the disk tier."""
+"""A thread that does one job after another: it reads and writes the files of the disk tier."""
 
 import queue
 import threading
@@ -37,7 +37,7 @@ class Worker:
 def _work(jobs: Jobs) -> None:
     while (job := jobs.get()[2]) is not None:
         job()
-        del job  # holds what it was done for
+        del job  # it refers to the request that it was done for
 
 
 def _end(jobs: Jobs, numbers: "count[int]", thread: threading.Thread) -> None:

@@ -259,7 +259,7 @@ class Structured:
         self._tools = ToolSplitter(tools) if tools else None
         self._repeats = Repeats() if ends_on_repeat else None
         self.is_repeating = False
-        self.has_dropped = False  # some text, since it began a call
+        self.has_dropped = False  # left out text that was the beginning of a call
 
     def push(self, text: str) -> Iterator[Delta]:
         yield from self._find_calls(self._reasoning.push(text))
@@ -320,7 +320,7 @@ class Answer:
 
     @property
     def has_dropped(self) -> bool:
-        """Whether text has been left out, since it began a call in which the answer was cut."""
+        """Whether text was left out because it was the beginning of a call in which the answer was cut."""
         return self._form is not None and self._form.has_dropped
 
     def push(self, token: int) -> list[Delta]:

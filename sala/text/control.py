@@ -20,7 +20,7 @@ COMPILE_SECONDS = 2.0
 LOAD_SECONDS = 30.0  # for a new process to load the tokenizer, on a busy machine
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_KEPT = 64  # grammars that are kept compiled; even a short one takes tens of kilobytes
-MAX_KEPT_BYTES = 1 << 20  # of their texts
+MAX_KEPT_BYTES = 1 << 20  # size of their texts
 # White space between the parts of JSON, as people write it. Without a bound a weak model may sample spaces for ever.
 WHITESPACE = r"( |\n(\t| {0,8}))?"
 
@@ -196,7 +196,7 @@ class GrammarCompiler:
         try:
             grammar = self._translate(field, text)
             limits = {"tokenizer": str(self._file), "vocab_size": self._vocab_size, "stop_ids": self._stop_ids}
-            load = SandboxTask("tokenizer", limits, LOAD_SECONDS)  # beside the time of the grammar
+            load = SandboxTask("tokenizer", limits, LOAD_SECONDS)  # in addition to the time for the grammar
             reply = self._worker.ask_all(load, SandboxTask("grammar", {"grammar": grammar, **limits}, COMPILE_SECONDS))
         except InputError:
             raise

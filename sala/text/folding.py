@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 WIDE = r"\u0e00-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"  # without spaces between words
-_UNSPACED = r"\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\uff01-\uff65"  # where the end of a line stands for nothing
+_UNSPACED = r"\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\uff01-\uff65"  # where the end of a line is no space
 _ACCENTS = r"\u0300-\u036f\u0653-\u0655\u093c\u1161-\u1175\u11a8-\u11c2\u1dc0-\u1dff\u20d0-\u20ff\u3099\u309a"
 _LIGATURES = dict(zip("ﬀﬁﬂﬃﬄﬅﬆ", ("ff", "fi", "fl", "ffi", "ffl", "st", "st"), strict=True))
 _SPELLING = re.compile(

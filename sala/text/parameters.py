@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-MAX_FORMS = 16  # of the arguments of one tool
-MAX_STEPS = 256  # of references and alternatives that are followed for one parameter
-NOT_ENFORCED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies")  # by any grammar of calls
+MAX_FORMS = 16  # forms of the arguments of one tool
+MAX_STEPS = 256  # references and alternatives that are followed for one parameter
+NOT_ENFORCED = ("not", "if", "dependentRequired", "dependentSchemas", "dependencies")  # in no grammar of calls
 Kinds = frozenset[str]
 TYPES: dict[str, tuple[type, ...]] = {
     "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,),

@@ -1,6 +1,6 @@
 """Quotations in an answer: text in quotation marks of several languages, and block quotes of Markdown.
 
-They are looked up in texts of any length and by anybody: the time for it is in proportion to the length of the text.
+Texts may have any length and come from any client, so looking quotes up takes time proportional to that length.
 """
 
 import re
@@ -36,7 +36,7 @@ _CLOSING = " \"'.,;:!?。，；：！？"
 _GAP = re.compile(r" ?(?:[\[(] ?)?(?:…|\.(?: ?\.){2,})+(?: ?[\])])?")
 MAX_GAP = 1000  # characters that an ellipsis may stand for
 MAX_PIECES = 32  # between the ellipses of a quote
-MAX_QUOTES = 256  # of an answer
+MAX_QUOTES = 256  # per answer
 LEAST_WIDE = 4  # characters of a quote in such a script
 NOWHERE = sys.maxsize
 Found = tuple[str, int, int]  # a quote, and its place in the answer without the marks

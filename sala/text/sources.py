@@ -24,7 +24,7 @@ MAX_BLOCKS = 64  # the heaviest, of which passages are made
 LEAST = 0.2  # from the weight of a usual block (0) to the heaviest (1); lighter blocks are left out
 QUESTION = 64  # tokens at the end of a prompt, which every answer attends to
 MAX_ADDED = 240  # characters that are shown before and after a passage so that it begins and ends with a sentence
-END = re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？][”’」』）]*|\n\s*")  # of a sentence or a line
+END = re.compile(r"[.!?…][\"'”’)\]]*\s+|[。！？][”’」』）]*|\n\s*")  # the end of a sentence or a line
 GAP = re.compile(r"\s+")
 MAX_MARKS = 4  # characters that end a sentence
 

@@ -174,7 +174,7 @@ class FairPool:
         return max((time.monotonic() - began for began in list(self._began.values())), default=0.0)
 
     async def run(self, owner: str, work: Callable[..., T], *arguments: Any) -> T:
-        """Do something in a thread when it is the turn of its owner. Cancelled if the pool is closed before."""
+        """Run a function in a thread when it is its owner's turn. Cancelled if the pool is closed before."""
         job = _Job(partial(work, *arguments))
         with self._lock:
             if self._is_closed:

@@ -24,7 +24,7 @@ from sala.backends.mlx.ops.sparse import pool_keys
 from sala.backends.rows import POOLS, RowSpan, rows_per_page
 from sala.config import SalaConfig, SparseConfig
 
-FIRST_PAGES = 64  # of a new pool: 4,096 tokens
+FIRST_PAGES = 64  # pages of a new pool: 4,096 tokens
 Numbers = np.ndarray[Any, np.dtype[np.int32]]
 Indices = dict[object, mx.array]  # rows of pools that a batch writes, by pool: all layers share them
 

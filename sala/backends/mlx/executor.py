@@ -75,7 +75,7 @@ class MlxExecutor:
             mx.eval(self.cache.empty, list(self.cache.arrays(())), self._pulse)
 
     def warm_up(self, on_progress: Callable[[int, int], None]) -> None:
-        """Nothing: graphs are built while steps run."""
+        """Do nothing: graphs are built while steps run."""
 
     def launch(self, plan: Plan) -> Callable[[], Result]:
         result = self.run(plan)
@@ -278,7 +278,7 @@ def open_executor(checkpoint: Checkpoint, config: SalaConfig, options: Options) 
 
 
 def _check_drafting(checkpoint: Checkpoint, options: Options) -> None:
-    """Raise InputError for a draft head or an exit that somebody chose: they would never be read."""
+    """Raise InputError for a draft head or an exit that the user chose: it would never be read."""
     if options.speculate == "head":
         remedy = "use --speculate lookup or layers, or --backend torch"
         raise InputError("speculate", "is head, and MLX has no draft heads", remedy)

@@ -43,9 +43,9 @@ from sala.config import SalaConfig
 from sala.errors import InputError, ModelBroken, free_disk_bytes
 from sala.protocol import Blob, Capacity, Options, Plan, Result, Row, SampledToken
 
-_PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # tokens; of a GPU rounded, see `prefill_chunk`
+_PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # tokens; rounded on a GPU, see `prefill_chunk`
 _MAX_BATCH = {"cuda": 128}  # up to here products of decode rows are batch-invariant; 8 elsewhere
-_SAMPLING_BYTES = 9  # of a slot, per token of the vocabulary: kernels.sampling.SamplingBuffers
+_SAMPLING_BYTES = 9  # bytes of a slot per token of the vocabulary: kernels.sampling.SamplingBuffers
 ON_DISK = "on disk"  # `Capacity.offload`
 _ALIGNMENT = 64  # bytes, of the tensors in a dump
 _TILE = 64  # rows of a tile of a large matrix product (or half of one)
@@ -144,7 +144,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> Result:
-        """Run rows with adapters, whichever these are, together, and the others by themselves: they keep their bits."""
+        """Run all rows with adapters together, and the others separately, so that adapters do not change their bits."""
         adapted = [bool(row.adapter) for row in plan.rows]
         if len(set(adapted)) < 2:
             return self._run(plan)
@@ -354,8 +354,8 @@ def open_executor(
     capacity = plan_capacity(config, options, dtype, device, free, None if head is None else head.config)
     if capacity.offload and options.kv_home == "auto":
         _log.warning(
-            "the keys and values of %s tokens do not fit into memory: they lie in a file in %s, and reading "
-            "them again takes as long as the disk needs",
+            "the keys and values of %s tokens do not fit into memory: they are kept in a file in %s and read "
+            "at the speed of the disk",
             f"{capacity.max_tokens:,}",
             page_directory(options),
         )

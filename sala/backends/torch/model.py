@@ -230,7 +230,7 @@ class SalaModel(nn.Module):
     def __init__(self, config: SalaConfig) -> None:
         super().__init__()
         self.config = config
-        self.kernels = "auto"  # of whole sequences: whoever runs them passes `select_ops` of it with the batch
+        self.kernels = "auto"  # for whole sequences: callers pass `select_ops(kernels)` with the batch
         self.is_checkpointing = False  # gradient checkpointing: keep the inputs of layers only
         self.model = Decoder(config)
         self.lm_head = linear(config.hidden_size, config.vocab_size)

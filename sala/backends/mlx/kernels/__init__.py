@@ -20,8 +20,8 @@ LANES = 32
 TILE = 32
 WANTED = 64  # threadgroups that keep a GPU busy: the work of a few queries is cut into pieces
 MAX_DIM = 128  # a thread of lightning prefill keeps an eighth of the rows of a state in registers
-MAX_HEADS = 16  # of a kv group: a thread keeps the scores of all of them in registers
-LEAST_WINDOWS = 512  # of a piece of the log-sum-exp
+MAX_HEADS = 16  # heads of a kv group: a thread keeps the scores of all of them in registers
+LEAST_WINDOWS = 512  # windows in a piece of the log-sum-exp
 
 
 def lightning_step(

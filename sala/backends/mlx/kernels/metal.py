@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-THREADS = 256  # of a threadgroup of every kernel
+THREADS = 256  # per threadgroup, for every kernel
 
 
 @dataclass(frozen=True, slots=True)

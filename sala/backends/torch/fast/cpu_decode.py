@@ -171,7 +171,7 @@ class CpuDecode:
         return self.caches[1]
 
     def keep(self, batch: Batch, cache: HybridCache, num_layers: int) -> tuple[Tensor, Tensor] | None:
-        """Return buffers for keys and values of spans with drafts, which the batch keeps until `cache.fold`."""
+        """Return buffers for k and v of spans with drafts, which the batch keeps until `Batch.fold_accepted`."""
         if not any(span.num_drafts for span in batch.spans):
             return None
         config, lengths = self.model.config, batch.lengths

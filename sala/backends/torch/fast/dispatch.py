@@ -46,11 +46,11 @@ class FusedForward(Protocol):
     def __call__(
         self, batch: Batch, cache: HybridCache, num_layers: int | None = None, wanted: Sequence[int] | None = None
     ) -> Tensor:
-        """As `SalaModel.forward`: extends the cache → normed hidden states [T, hidden], or those of `wanted` rows."""
+        """Like `SalaModel.forward`: extends the cache → normed hidden states [T, hidden], or those of `wanted` rows."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `SalaModel.logits`."""
+        """Like `SalaModel.logits`."""
         ...
 
 
@@ -73,7 +73,7 @@ class AheadForward(FusedForward, Protocol):
     ) -> None:
         """Compile and capture what steps of up to `max_batch` sequences with `max_count` tokens each usually need.
 
-        Not captured are graphs that tell sources, select another number of blocks than the model does, or attend
+        Not captured are graphs that gather sources, select another number of blocks than the model does, or attend
         densely in a long context, and those of drafts in more rows than one product takes.
         """
         ...
@@ -83,7 +83,7 @@ class AheadForward(FusedForward, Protocol):
         ...
 
     def forget(self, slot: int) -> None:
-        """Another sequence gets a slot."""
+        """Forget the sequence of a slot, which another one gets."""
         ...
 
 
@@ -134,7 +134,7 @@ def put_half_linears(model: nn.Module, kernels: str = "auto") -> None:
     if kernel is None:
         return
     for name, linear in halves:
-        model.set_submodule(name, HalfLinear(linear, kernel))  # type: ignore[arg-type]
+        model.set_submodule(name, HalfLinear(linear, kernel))
 
 
 def open_model(

@@ -50,9 +50,9 @@ from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.dense import frequencies, query_growth, rotations
 from sala.protocol import Gathered, Plan, Result
 
-MAX_DECODE_TOKENS = 16  # of a span: a sampled token and its drafts; longer spans and those of prompts are prefill
+MAX_DECODE_TOKENS = 16  # of a decode span: a sampled token and its drafts; longer spans and prompts are prefill
 MAX_SAMPLED_ROWS = 256  # up to here logits are computed in batch-invariant pieces
-MOST_TOPKS = 4  # numbers of blocks that requests choose for which there are graphs; others run without
+MOST_TOPKS = 4  # there are graphs for so many numbers of blocks that requests choose; others run without
 MOST_COMPILERS = 8  # threads of a warm-up
 CONTEXTS = (8192, 65536)  # tokens: a decode step has as many programs as its longest sequence could need
 
@@ -95,7 +95,7 @@ class GpuForward:
         self.feature_layers: tuple[int, ...] = ()  # after so many layers hidden states are kept, see `Batch.features`
         self.graphs: dict[GraphSize, DecodeGraph] = {}
         self.head_weights = HeadWeights.of(self.config)
-        self.source_weights: Tensor | None = torch.from_numpy(self.head_weights.weights).to(device)  # in the graphs
+        self.source_weights: Tensor | None = torch.from_numpy(self.head_weights.weights).to(device)  # for graphs
         self.prefill_graphs: dict[int, PrefillGraph] = {}  # by rows
         self.cache: HybridCache | None = None  # whose addresses the graphs hold
         self.tables: PageTables | None = None
@@ -347,7 +347,7 @@ class GpuForward:
             triton_kernels.note_warm_up(facts | {"seconds": time.perf_counter() - began})
 
     def _call(self, work: Callable[[], None]) -> None:
-        """Do work of a warm-up in a thread of its own; which GPU is in use, each thread says for itself."""
+        """Do work of a warm-up in a thread, which must select the GPU by itself."""
         with nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device):
             work()
 
@@ -448,7 +448,7 @@ class GpuForward:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `SalaModel.logits`, and batch-invariant."""
+        """Like `SalaModel.logits`, and batch-invariant."""
         if hidden.shape[0] > MAX_SAMPLED_ROWS or not linear.can_take(1, self.head):
             return linear.product(hidden / self.config.logit_divisor, self.head).float()
         rows = (hidden / self.config.logit_divisor).split(linear.max_rows(self.head))

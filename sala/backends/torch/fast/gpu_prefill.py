@@ -57,7 +57,7 @@ class PassSize(NamedTuple):
     rows: int
     spans: int
     wanted: int | None  # None: the hidden states of all rows
-    blocks: int  # of a sequence
+    blocks: int  # most blocks of a sequence
 
     @classmethod
     def of(cls, spans: Sequence[Span], num_wanted: int | None, block: int, stable: Sequence[int] = ()) -> "PassSize":
@@ -152,7 +152,7 @@ class PrefillSpans:
         self.ids, self.positions, self.row_of, *wanted, self.spans, self.tables = parts
         wanted = [part[: size.wanted or 0] for part in wanted]
         self.wanted = None if size.wanted is None else wanted[0]
-        self.lengths, self.wanted_spans, self.is_sparse = wanted[1:]  # of the wanted rows
+        self.lengths, self.wanted_spans, self.is_sparse = wanted[1:]  # facts about the wanted rows
         self.at_host = [part.numpy() for part in at_host]
         self.sparse_rows: list[SparseRows] = []
         self.gathers: Sequence[PrefillGather] = ()

@@ -1,4 +1,4 @@
-"""What makes a reference in `ops/` fast. Nothing here is needed for a right answer."""
+"""Fast implementations of the references in `ops/`. None of them is needed for a correct answer."""
 
 import importlib
 from typing import Any

@@ -22,9 +22,9 @@ from sala.backends.torch.kernels.launch import Config, aligned_rows, largest_pow
 from sala.backends.torch.kernels.packed_weight import PackedWeight
 from sala.backends.torch.kernels.pdl import can_use_pdl, pdl_launch_dependents, pdl_wait, prefetch
 
-MIN_ROWS, MAX_ROWS = 32, 128  # of a tile: with more, reading the weight is no longer the limit
+MIN_ROWS, MAX_ROWS = 32, 128  # rows of a tile; with more, reading the weight is no longer the limit
 PROGRAMS = 128  # about as many as a large GPU has multiprocessors
-MIN_PART = 256  # of K, at least
+MIN_PART = 256  # least length of a part of K
 MAX_SPLITS = 8  # the norm that adds up the parts reads them all
 MAX_PREFETCHED = 1  # tiles that a program prefetches before the kernel ahead of it has ended
 

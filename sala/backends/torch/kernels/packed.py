@@ -27,11 +27,11 @@ from sala.backends.torch.kernels.pdl import can_use_pdl, prefetch
 
 MIN_TILE, MAX_TILE = 16, 64  # rows of a program; tensor cores need 16
 PROGRAMS = 512  # about four for every multiprocessor of a large GPU: one unpacks while the others wait for memory
-MIN_PART = 512  # of K, at least
+MIN_PART = 512  # least length of a part of K
 MAX_SPLITS = 8  # the kernel that adds up the parts reads them all
-PROCESSORS = 132  # of an H200, on which the depth of pipelines was measured
-MAX_STAGES = 8  # of the pipeline
-MIXED_STAGES = 5  # of the pipeline with two formats: the fastest on an H200
+PROCESSORS = 132  # multiprocessors of an H200, on which the depth of pipelines was measured
+MAX_STAGES = 8  # stages of the pipeline
+MIXED_STAGES = 5  # stages with two formats: the fastest on an H200
 MAX_PREFETCHED = 2  # blocks that a program prefetches before the kernel ahead of it has ended
 MAX_EXPANDED = 1 << 26  # weights that `product` expands at a time
 SMALL_SHARED = 128 << 10  # bytes: consumer GPUs have less than this much shared memory per program

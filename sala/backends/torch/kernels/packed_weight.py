@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-WORDS = 32  # of a row in a block: one 128-byte line of memory
-MIDDLE = {4: 8, 8: 127.5}  # of the codes
+WORDS = 32  # words of a row in a block: one 128-byte line of memory
+MIDDLE = {4: 8, 8: 127.5}  # middle of the codes
 POWER = 24  # 4-bit weights in bf16 are 2^-24 of themselves in registers
 LARGEST = 2.0 ** (POWER - 5)  # scales must be smaller than this
 _PIECE = 1 << 24  # weights that `pack` handles at a time, to bound its memory

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from sala.backends.torch.kernels.launch import capability
 
-MAX_ROWS = 128  # of a step; larger ones are too long for launch times to matter
+MAX_ROWS = 128  # rows of a step; larger steps take too long for launch times to matter
 
 
 @triton.jit

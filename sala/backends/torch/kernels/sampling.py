@@ -210,7 +210,7 @@ def _adjust_kernel(
         byte = tl.load(masks + row * MASK_STRIDE + ids // 8, mask=inside, other=0).to(tl.int32)
         x = tl.where(((byte >> (ids % 8)) & 1) != 0, x, float("-inf"))
     x = tl.where(x == 0, 0.0, x)  # -0.0 equals 0.0, but its bits do not
-    x = tl.where(x == x, x, float("nan"))  # of either sign: it is to be the largest
+    x = tl.where(x == x, x, float("nan"))  # of either sign: it must be the largest
     tl.store(weights + row * VOCAB + ids, x, mask=inside)
     bits = x.to(tl.int32, bitcast=True)
     ordered = tl.where(inside, bits ^ ((bits >> 31) & 0x7FFFFFFF), -(1 << 31))

@@ -22,7 +22,7 @@ SNAPSHOTS: tl.constexpr = tl.constexpr(5)  # lengths after which the state is co
 MAX_SNAPSHOTS: tl.constexpr = tl.constexpr(8)
 SNAPSHOT_SLOTS: tl.constexpr = tl.constexpr(13)  # where to
 NUM_FIELDS = 21
-MAX_SPANS = 128  # of a table
+MAX_SPANS = 128  # spans of a table
 
 
 class PackedSpan(NamedTuple):

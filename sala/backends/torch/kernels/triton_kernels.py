@@ -34,21 +34,21 @@ def why_not(device: torch.device) -> str | None:
 
 
 def _warm_up_directory() -> Path:
-    """Return where warm-ups leave a note: beside Triton's compiled kernels, so that both vanish together."""
+    """Return where warm-ups are recorded: beside Triton's compiled kernels, so that both are deleted together."""
     from triton import knobs  # type: ignore[import-untyped]
 
     return Path(knobs.cache.dir) / "sala-warm-up"
 
 
 def _versions() -> dict[str, str]:
-    """Return the versions with which kernels were compiled; others compile them anew."""
+    """Return the versions that compiled kernels depend on."""
     import triton
 
     return {"sala": __version__, "torch": torch.__version__, "triton": triton.__version__}
 
 
 def note_warm_up(facts: dict[str, Any]) -> None:
-    """Leave a note that the kernels of a model are compiled; one that cannot be written is not missed."""
+    """Record that the kernels of a model are compiled; failing to write the record is not an error."""
     facts = facts | _versions()
     key = {name: value for name, value in facts.items() if name != "seconds"}
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -60,7 +60,7 @@ def note_warm_up(facts: dict[str, Any]) -> None:
 
 
 def warm_ups() -> list[dict[str, Any]]:
-    """Return the notes of earlier warm-ups on this machine by the versions that are installed now."""
+    """Return the records of earlier warm-ups on this machine with the versions that are installed now."""
     if importlib.util.find_spec("triton") is None:
         return []
     found = []
