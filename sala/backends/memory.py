@@ -3,6 +3,9 @@
 import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from pathlib import Path
+
+import platformdirs
 
 from sala.checkpoint.dtypes import ELEMENT_BYTES as ELEMENT_BYTES
 from sala.config import SalaConfig
@@ -17,6 +20,7 @@ USABLE = 0.9  # share of a machine's memory; the rest is left to the system
 STATE_ELEMENT_BYTES = {"auto": 4, "bf16": 2}  # by the option `state`
 LEAST_SLOTS = 2  # one sequence, and the snapshot that it leaves
 MAX_SLOTS = 4096  # by default: a bound for the tables with a row per slot, which only tiny models reach
+ON_DISK = "on disk"  # `Offload.place`
 _CACHE_SHARE = 0.5  # share of the free memory, if no budget is given
 _STATE_SHARE = 4  # states get at most one part in so many of the budget, pages the rest
 
@@ -182,6 +186,11 @@ class Offload:
 
     place: str
     free: int
+
+
+def page_directory(options: Options) -> Path:
+    """Return the directory for keys and values on disk."""
+    return options.cache_dir or platformdirs.user_cache_path("sala")
 
 
 def share_memory(

@@ -1,7 +1,6 @@
 """`sala estimate`: the memory of a context, and what fits into this machine or others."""
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from sala.backends import memory as mem
@@ -85,7 +84,7 @@ def estimate(
     elif macs:
         _show_macs(config, parameters, settings, as_json)
     else:
-        speeds = {} if bandwidth is None else costs.bandwidths(bandwidth, _directory(options))
+        speeds = {} if bandwidth is None else costs.bandwidths(bandwidth, mem.page_directory(options))
         _show_one(own, config, parameters, settings, options, ctx, free, offload, speeds, as_json)
 
 
@@ -248,16 +247,9 @@ def _show_costs(facts: dict[str, Any], ctx: int, batch: int) -> None:
         print(f"  a conversation of {ctx:,} tokens to {place}, or back: {seconds:.3g} s")
 
 
-def _directory(options: Options) -> Path:
-    """Return where keys and values, and conversations, lie on disk."""
-    from platformdirs import user_cache_path
-
-    return options.cache_dir or user_cache_path("sala")
-
-
 def _offload(options: Options) -> Offload:
     """Return where offloaded keys and values would lie, and how much room there is for them."""
-    return Offload("on disk", options.kv_home_size or free_disk_bytes(_directory(options)) or 0)
+    return Offload(mem.ON_DISK, options.kv_home_size or free_disk_bytes(mem.page_directory(options)) or 0)
 
 
 def _conversations(

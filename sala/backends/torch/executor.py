@@ -4,16 +4,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import platformdirs
 import psutil
 import torch
 from torch import Tensor
 
-from sala.backends.memory import Offload, pooled_bytes, share_memory
+from sala.backends.memory import ON_DISK, Offload, page_directory, pooled_bytes, share_memory
 from sala.backends.rows import DRAFT_PREFIX, cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
 from sala.backends.sources import HeadWeights
 from sala.backends.torch.adapters import AdapterSet, Rows
@@ -46,7 +44,6 @@ from sala.protocol import Blob, Capacity, Options, Plan, Result, Row, SampledTok
 _PREFILL_CHUNK = {"cpu": 256, "cuda": 8192, "mps": 2048}  # tokens; rounded on a GPU, see `prefill_chunk`
 _MAX_BATCH = {"cuda": 128}  # up to here products of decode rows are batch-invariant; 8 elsewhere
 _SAMPLING_BYTES = 9  # bytes of a slot per token of the vocabulary: kernels.sampling.SamplingBuffers
-ON_DISK = "on disk"  # `Capacity.offload`
 _ALIGNMENT = 64  # bytes, of the tensors in a dump
 _TILE = 64  # rows of a tile of a large matrix product (or half of one)
 _STATES = {"auto": torch.float32, "bf16": torch.bfloat16}  # by the option `state`
@@ -407,11 +404,6 @@ def disk_offload(options: Options, device: torch.device) -> Offload:
     if device.type != "cpu":
         raise InputError("kv_home", f"is disk, which {device.type} cannot read", "use it with --device cpu")
     return Offload(ON_DISK, free_disk_bytes(page_directory(options)) or 0)
-
-
-def page_directory(options: Options) -> Path:
-    """Return the directory for keys and values on disk."""
-    return options.cache_dir or platformdirs.user_cache_path("sala")
 
 
 def page_file(config: SalaConfig, capacity: Capacity, dtype: torch.dtype, options: Options) -> PageFile:

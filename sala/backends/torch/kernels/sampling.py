@@ -30,8 +30,7 @@ from sala.backends.rows import GREEDY_BELOW, allowed_tokens, sampling_of
 from sala.backends.torch.kernels.pdl import pdl_options, pdl_wait
 from sala.protocol import Row, Sampling
 
-INT_FIELDS = ("slot", "position", "seed", "top_k", "top_p", "flags", "is_on")  # top_p in units of 2^-64
-FLOAT_FIELDS = ("temperature", "min_p", "repetition", "presence", "frequency")  # the bits of an fp32
+# Of a row: integers (top_p in units of 2^-64), and the bits of an fp32 for temperature, min_p and the penalties.
 FIELDS = (
     "slot", "position", "seed", "temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency",
     "flags", "is_on",
