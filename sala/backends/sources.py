@@ -36,7 +36,7 @@ class HeadWeights:
         return cls(found / max(float(found.sum()), 1e-12), keeps_heads)
 
     def weigh(self, shares: "np.ndarray[Any, Any]", num_groups: int) -> "np.ndarray[Any, Any]":
-        """Shares of heads [n, L, H, C] → of the weighted heads of each group [n, L, G, C], unless heads are kept."""
+        """Weigh shares of heads [n, L, H, C] → sums over heads of each group [n, L, G, C], unless heads are kept."""
         if self.keeps_heads:
             return shares
         weighted = shares * self.weights[:, :, None]

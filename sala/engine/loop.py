@@ -451,7 +451,7 @@ class EngineLoop:
 
 
 def _run(loop_ref: "weakref.ref[EngineLoop]", orders: "queue.SimpleQueue[Order]") -> None:
-    """The engine thread. While idle it holds no reference to the model, so that a dropped model is freed."""
+    """Run the engine thread. While idle it holds no reference to the model, so that a dropped model is freed."""
     while True:
         try:
             order = orders.get(timeout=IDLE_S)

@@ -346,7 +346,9 @@ class InputProcessor:
         check_messages(messages)
         check_tools(tools)
         if continue_final and (messages[-1]["role"] != "assistant" or messages[-1].get("tool_calls")):
-            raise InputError("messages", "do not end with an answer that can be continued", "begin one, without calls")
+            raise InputError(
+                "messages", "do not end with an answer that can be continued", "end them with one without calls"
+            )
         more: dict[str, Any] = {"max_tokens": self._max_tokens, "count_limit": count_limit}
         more["continue_final"] = continue_final
         return self.check_ids(self.tokenizer.encode_chat(messages, tools=tools, **more, **variables))

@@ -161,7 +161,7 @@ class Stream:
         return item
 
     def _push(self, items: Sequence[StreamItem], is_over: bool, error: BaseException | None) -> None:
-        """Called on the engine thread."""
+        """Add items; called on the engine thread."""
         if self._is_over:
             return
         self._inbox.put(*items)

@@ -164,9 +164,9 @@ class Options:
     def __post_init__(self) -> None:
         names = [_split_adapter(text)[0] for text in self.adapter]
         if len(set(names)) < len(names):
-            problem = "names the same adapter twice" if "" not in names else "is to be merged twice"
+            problem = "names the same adapter twice" if "" not in names else "names two adapters to merge"
             raise InputError("adapter", problem, "give each of them a name: --adapter NAME=PATH")
-        _ = self.attention_choice  # raises for what does not go together
+        _ = self.attention_choice  # raises for options that exclude each other
 
     @property
     def attention_choice(self) -> Attention:

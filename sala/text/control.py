@@ -178,9 +178,9 @@ class GrammarCompiler:
         """Let a matcher read the beginning of an answer. Raises InputError if there is nothing to continue."""
         tokens = self._tokenizer.tokenize_str(begun)
         if matcher.validate_tokens(tokens) < len(tokens) or not matcher.consume_tokens(tokens):
-            raise InputError("messages", "begin an answer that does not have the form asked for", "correct the last")
+            raise InputError("messages", "begin an answer without the requested form", "correct the last one")
         if matcher.is_stopped():
-            raise InputError("messages", "end with an answer that is complete", "leave the last one out")
+            raise InputError("messages", "end with an answer that is complete already", "leave the last one out")
 
     @property
     def num_waiting(self) -> int:

@@ -276,7 +276,7 @@ def _may_go_on(text: str, tags: Sequence[str] = (_PARAM, CLOSE)) -> bool:
 
 
 def longest_overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `stop`."""
+    """Return how many characters at the end of `text` may be the beginning of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if stop.startswith(text[-size:]):
             return size

@@ -69,7 +69,7 @@ class Gather:
 
 
 def every_block(positions: mx.array, pages: KVPages, num_blocks: int) -> mx.array:
-    """Blocks that dense rows attend to, [n, G, N]; -1 beyond their own."""
+    """Return the blocks that dense rows attend to, [n, G, N]; -1 beyond their own."""
     own = (positions // pages.sparse.block_size)[:, None, None]
     block = mx.arange(num_blocks, dtype=mx.int32)
     return mx.broadcast_to(mx.where(block <= own, block, -1), (positions.shape[0], pages.k.shape[0], num_blocks))

@@ -128,7 +128,7 @@ class SparseMixer(Mixer):
         return outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
 
     def select(self, span: Span, q: mx.array, positions: mx.array, pages: KVPages, ops: Ops) -> mx.array:
-        """The blocks each query attends to, [n, G, C]."""
+        """Return the blocks that each query attends to, [n, G, C]."""
         k1, k2 = pages.pooled(span, span.end)
         num_blocks = -(-span.end // self.sparse.block_size)
         sparse = self.sparse.with_topk(span.topk)

@@ -228,7 +228,7 @@ def scenes(dtype: mx.Dtype, dim: int, per_group: int) -> list[Scene]:
 
 
 def released(num: int) -> Scene:
-    """Queries of the released model at a long context."""
+    """Return queries of the released model at a long context."""
     return Scene(num, FAR, groups=2, per_group=16, dim=128, dtype=mx.bfloat16, sparse=SparseConfig())
 
 

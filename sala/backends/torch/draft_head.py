@@ -59,7 +59,7 @@ class DraftHead(nn.Module):
         self.register_buffer(TOKENS, torch.zeros(config.draft_vocab_size, dtype=torch.int32))
 
     def fused(self, states: Sequence[Tensor]) -> Tensor:
-        """Hidden states of the model, [T, hidden] each → one state [T, hidden]."""
+        """Fuse hidden states of the model, [T, hidden] each → one state [T, hidden]."""
         normed = [F.rms_norm(x.to(self.dtype), (x.shape[-1],), eps=self.config.rms_norm_eps) for x in states]
         return self.fuse(torch.cat(normed, -1))
 
@@ -91,7 +91,7 @@ class DraftHead(nn.Module):
         return apply_rope(x, *rope_angles(positions, self.dim, self.config.rope_theta))
 
     def output(self, state: Tensor, attended: Tensor) -> Tensor:
-        """The state that the entry was made of, and what its query attended to [T, H, D] → hidden state [T, hidden]."""
+        """Add to the entry's state what its query attended to [T, H, D], then the MLP → hidden state [T, hidden]."""
         x = state + self.o_proj(attended.flatten(1))
         normed = self.mlp_norm(x)
         return x + self.down_proj(F.silu(self.gate_proj(normed)) * self.up_proj(normed))
@@ -238,7 +238,7 @@ class Drafter:
         return scores.float()
 
     def _attend(self, batch: Batch, near: Tensor, far: Tensor) -> Tensor:
-        """Queries [n, H, D], one of each span, for the window and for the first tokens → [n, H, D]."""
+        """Attend with queries [n, H, D], one of each span, for the window and for the first tokens → [n, H, D]."""
         config, outputs = self.head.config, []
         for span, q, q_far in zip(batch.spans, near, far, strict=True):
             begin = max(0, span.end - config.window)

@@ -62,7 +62,7 @@ class Gather:
 def attended(
     q: Tensor, span: Span, positions: Tensor, is_sparse: Tensor, pages: KVPages, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The blocks that queries of one row attend to, [n, G, C], and the share that each head gives them, [n, H, C]."""
+    """Return the blocks that queries of a row attend to, [n, G, C], and the share each head gives them, [n, H, C]."""
     num_blocks, groups = -(-span.end // pages.sparse.block_size), pages.k.shape[0]
     blocks = torch.arange(num_blocks, device=q.device)
     own = (positions // pages.sparse.block_size)[:, None]

@@ -106,7 +106,7 @@ class NativeProducts:
     out_features: int
 
     def by_kernel(self, x: Tensor) -> Tensor:
-        """In the kernel: x [n, in] → [n, out], both fp32; x is contiguous."""
+        """Multiply in the kernel: x [n, in] → [n, out], both fp32; x is contiguous."""
         assert self.kernel is not None
         y = torch.empty(x.shape[0], self.out_features)
         self.native.num_threads = torch.get_num_threads()
@@ -114,12 +114,12 @@ class NativeProducts:
         return y
 
     def by_expansion(self, x: Tensor) -> Tensor:
-        """By expanded weights: x [n, in] → [n, out], both fp32."""
+        """Multiply by expanded weights: x [n, in] → [n, out], both fp32."""
         pieces = [_product(x, self.expand(begin, end)) for begin, end in _pieces(self.out_features, self.in_features)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, -1)
 
     def expand(self, begin: int, end: int) -> Tensor:
-        """Rows of the weights in fp32, [end - begin, in]."""
+        """Return rows of the weights in fp32, [end - begin, in]."""
         assert self.kernel is not None
         out = torch.empty(end - begin, self.in_features)
         self.native.num_threads = torch.get_num_threads()
@@ -154,7 +154,7 @@ class HalfLinear(NativeProducts, nn.Linear):
         return y.to(x.dtype).view(*x.shape[:-1], self.out_features)
 
     def by_expansion(self, x: Tensor) -> Tensor:
-        """By torch for a few rows or where the processor multiplies in 16 bits; else by weights cast to fp32."""
+        """Multiply by torch if rows are few or the processor multiplies in 16 bits; else by weights cast to fp32."""
         if x.dtype == self.weight.dtype and (
             len(x) < _MANY_ROWS or native.multiplies_in(str(x.dtype).removeprefix("torch."))
         ):

@@ -140,7 +140,7 @@ class SparseMixer(Mixer):
         return self.o_proj(o)
 
     def attend_whole(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ops: Ops) -> Tensor:
-        """Whole sequences; each is dense or sparse on all its rows, depending on its length."""
+        """Attend in whole sequences; each is dense or sparse on all its rows, depending on its length."""
         if self.observer is not None:
             self.observer(q, k)
         scale = self.head_dim**-0.5
@@ -176,7 +176,7 @@ class SparseMixer(Mixer):
         return ops.sparse_attention(q, keys, values, table, selected, positions, self.head_dim**-0.5)
 
     def select(self, span: Span, q: Tensor, positions: Tensor, pages: KVPages) -> Tensor:
-        """The blocks each query attends to, [n, G, C]."""
+        """Return the blocks that each query attends to, [n, G, C]."""
         k1, k2 = pages.pooled(span, span.end)
         num_blocks = -(-span.end // self.sparse.block_size)
         sparse = self.sparse.with_topk(span.topk)

@@ -93,13 +93,13 @@ def case_trials(kind: str, cases: Sequence[KernelCase]) -> dict[str, Trial]:
 
 
 def cpu_step_trials() -> dict[str, Trial]:
-    """The steps of an answer, after a prompt that the model computes for both."""
+    """Try the steps of an answer, after a prompt that the model computes for both."""
     step = partial(_step_error, torch.device("cpu"), torch.float32, "decode")
     return {f"native step, {regime}": Trial(partial(step, regime == "sparse"), 1e-4) for regime in REGIMES}
 
 
 def gpu_step_trials(device: torch.device) -> dict[str, Trial]:
-    """A prompt in two chunks, or an answer after one, by all kernels together."""
+    """Try a prompt in two chunks, or an answer after one, by all kernels together."""
     plain = {
         f"GPU {kind}, {regime}, {str(dtype).removeprefix('torch.')}": Trial(
             partial(_step_error, device, dtype, kind, regime == "sparse"), tolerance

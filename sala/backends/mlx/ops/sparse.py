@@ -23,7 +23,7 @@ def tile_bytes() -> int:
 
 
 def pool_keys(keys: mx.array, kernel: int, stride: int) -> mx.array:
-    """Means over full windows: keys [G, n, D] → [G, (n - kernel) // stride + 1, D], computed in fp32."""
+    """Return means over full windows: keys [G, n, D] → [G, (n - kernel) // stride + 1, D], computed in fp32."""
     groups, n, dim = keys.shape
     overlap, strides = kernel // stride, n // stride
     if n < kernel:
@@ -59,7 +59,7 @@ def window_scores(
 
 
 def block_scores(windows: mx.array, num_blocks: int, sparse: SparseConfig) -> mx.array:
-    """The best window that overlaps each block: [n, G, n1] → [n, G, num_blocks]."""
+    """Return the score of the best window that overlaps each block: [n, G, n1] → [n, G, num_blocks]."""
     ratio = sparse.block_size // sparse.kernel_stride
     before = sparse.kernel_size // sparse.kernel_stride - 1  # windows that start earlier and reach into the block
     count = num_blocks * ratio
@@ -157,7 +157,7 @@ def sparse_attention(
 def block_shares(
     q: mx.array, k_pages: mx.array, table: mx.array, selected: mx.array, positions: mx.array, scale: float
 ) -> mx.array:
-    """The share of its attention that each head gives to each selected block, as in `sparse_attention`: [n, H, C]."""
+    """Return the share of attention that each head gives each selected block, as in `sparse_attention`: [n, H, C]."""
     groups, num_pages, block_size, dim = k_pages.shape
     n, heads = q.shape[:2]
     pages = mx.arange(groups, dtype=mx.int32)[:, None] * num_pages + table[mx.maximum(selected, 0)]

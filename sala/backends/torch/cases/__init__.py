@@ -12,5 +12,5 @@ __all__ = ["KernelCase", "Shapes", "gpu_cases"]
 
 
 def gpu_cases(shapes: Shapes) -> list[KernelCase]:
-    """The cases of all Triton kernels."""
+    """Return the cases of all Triton kernels."""
     return [*lightning_cases(shapes), *attention_cases(shapes), *row_cases(shapes)]

@@ -55,13 +55,13 @@ def num_windows(position: int, sparse: SparseConfig) -> tuple[int, int, int]:
 
 
 def _pooled_bytes(shapes: Shapes) -> int:
-    """Bytes of the pooled keys that the last query must read."""
+    """Return the bytes of the pooled keys that the last query must read."""
     _, fine, coarse = num_windows(shapes.context - 1, shapes.sparse)
     return (fine + coarse) * shapes.config.num_key_value_heads * shapes.config.head_dim * shapes.dtype.itemsize
 
 
 def _flops(shapes: Shapes, count: int) -> int:
-    """Operations of the products of every query head with `count` vectors."""
+    """Return the FLOPs of the products of every query head with `count` vectors."""
     return 2 * shapes.config.num_attention_heads * shapes.config.head_dim * count
 
 
@@ -75,7 +75,7 @@ def _selected_bytes(shapes: Shapes, num_queries: int) -> int:
 
 
 def _chunk_windows(shapes: Shapes) -> tuple[int, int]:
-    """Blocks to score and windows to read, of all queries of the last chunk together."""
+    """Return the blocks to score and the windows to read, of all queries of the last chunk together."""
     found = [num_windows(at, shapes.sparse) for at in range(shapes.context - shapes.num_queries, shapes.context)]
     return sum(blocks for blocks, _, _ in found), sum(fine + coarse for _, fine, coarse in found)
 
@@ -108,12 +108,12 @@ class Pooled:
         return k1, k2
 
     def select(self, q: Tensor, positions: Tensor, row: int) -> Tensor:
-        """The reference, on pages."""
+        """Compute the reference on pages."""
         shapes = self.shapes
         return reference.select_blocks(q, *self.windows(row), positions, shapes.num_blocks, shapes.sparse, shapes.scale)
 
     def select_last(self, q: Tensor) -> Tensor:
-        """The reference for the last token of each sequence."""
+        """Compute the reference for the last token of each sequence."""
         last = self.shapes.arange(self.shapes.context)[-1:]
         return torch.cat([self.select(part, last, row) for row, part in enumerate(q.split(1))])
 
@@ -140,7 +140,7 @@ def _block_scores(shapes: Shapes) -> KernelCase:
         return [KernelCall(kernel, partial(_scores, shapes, q, *windows, positions))]
 
     def measure(found: Tensor, wanted: Tensor) -> float:
-        """Of the blocks that are forced on no query."""
+        """Compare only blocks that are forced on no query."""
         first = (start // sparse.block_size) - sparse.num_window_blocks
         free = slice(sparse.init_blocks, max(first, sparse.init_blocks + 1))
         return relative_error(found[:n, :, free], wanted[: len(found), :, free])
@@ -152,7 +152,7 @@ def _block_scores(shapes: Shapes) -> KernelCase:
 
 
 def _scores(shapes: Shapes, q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor) -> Tensor:
-    """The reference, in tiles of queries: [n, G, N]."""
+    """Compute the reference in tiles of queries: [n, G, N]."""
     tile = max(1, reference.tile_bytes(q) // (4 * q.shape[1] * (k1.shape[1] + k2.shape[1])))
     parts = []
     for rows, at in zip(q.split(tile), positions.split(tile), strict=True):
@@ -197,7 +197,7 @@ def _select_decode(shapes: Shapes, rows: int) -> KernelCase:
 
 
 def _decode_rows(shapes: Shapes, rows: int) -> tuple[Tensor, Tensor]:
-    """The lengths of a decode step's rows, and that all of them are sparse."""
+    """Return the lengths of a decode step's rows, and that all of them are sparse."""
     lengths = torch.full((rows,), shapes.context, device=shapes.device)
     return lengths, torch.ones(rows, dtype=torch.bool, device=shapes.device)
 
@@ -207,7 +207,7 @@ def _decode_size(shapes: Shapes, rows: int) -> str:
 
 
 def _top_blocks(shapes: Shapes) -> KernelCase:
-    """As many scores as a chunk at the end of the longest prompt has; every query may select from all of them."""
+    """Take as many scores as a chunk at the end of the longest prompt has; every query may select from all of them."""
     n, groups, sparse = shapes.num_queries, shapes.config.num_key_value_heads, shapes.sparse
     num_blocks = shapes.num_blocks
     end = num_blocks - 1 - sparse.num_window_blocks  # of the blocks that are not forced
@@ -237,7 +237,7 @@ def num_attended(begin: int, end: int, sparse: SparseConfig) -> int:
 
 
 def _key_bytes(shapes: Shapes, count: int) -> int:
-    """Bytes of `count` keys and their values."""
+    """Return the bytes of `count` keys and their values."""
     return 2 * count * shapes.config.num_key_value_heads * shapes.config.head_dim * shapes.dtype.itemsize
 
 
@@ -288,7 +288,7 @@ class Line:
 
 
 def _prefill_attention(shapes: Shapes, shared: float | None) -> KernelCase:
-    """A whole prompt, since torch's causal attention supports nothing else: the longest one, or a dense one."""
+    """Attend with a whole prompt, the longest or a dense one: torch's causal attention supports nothing else."""
     is_sparse = shared is not None
     length = shapes.context if is_sparse else shapes.sparse.dense_len
 
@@ -339,13 +339,13 @@ def _decode_attention(shapes: Shapes, rows: int) -> KernelCase:
 def _attend_by_rows(
     q: Tensor, k: Tensor, v: Tensor, tables: Tensor, selected: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """The reference, which takes one sequence at a time."""
+    """Compute the reference, which takes one sequence at a time."""
     rows = zip(q.split(1), tables, selected.split(1), positions.split(1), strict=True)
     return torch.cat([reference.sparse_attention(row, k, v, table, ids, at, scale) for row, table, ids, at in rows])
 
 
 def _append(shapes: Shapes) -> KernelCase:
-    """The first chunk of a prompt."""
+    """Append the first chunk of a prompt."""
     config, sparse, n = shapes.config, shapes.sparse, shapes.num_rows
     groups, dim = config.num_key_value_heads, config.head_dim
     num_pooled = sum(

@@ -65,7 +65,7 @@ def _fold() -> list[KernelCall]:
 
 
 def _attention() -> list[KernelCall]:
-    """Over blocks in random order; the last one is not full."""
+    """Attend over blocks in random order; the last one is not full."""
     num_queries, heads, groups, dim, block_size, num_pages = 37, 9, 3, 64, 64, 12
     q, positions = torch.randn(num_queries, heads, dim), torch.arange(num_queries) + (num_pages - 1) * block_size
     k, v = torch.randn(2, groups, num_pages, block_size, dim)

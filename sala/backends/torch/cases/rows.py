@@ -93,7 +93,7 @@ def _lightning_decode(shapes: Shapes, rows: int) -> KernelCase:
 
 
 def _lightning_drafts(shapes: Shapes, is_folded: bool) -> list[KernelCall]:
-    """Two rows of drafts, verified or folded into their states; the reference takes token after token."""
+    """Take two rows of drafts, verified or folded into their states; the reference takes token after token."""
     q, k, v = (part.unflatten(0, (2, NUM_DRAFTS)) for part in shapes.lightning(2 * NUM_DRAFTS))
     states, slots = shapes.states(3), torch.tensor([2, 0], device=shapes.device)
     slopes, scale = shapes.slopes, shapes.config.lightning_head_dim**-0.5
@@ -155,7 +155,7 @@ def _residual_product(shapes: Shapes, rows: int, is_mlp: bool) -> KernelCase:
 
 
 def random_affine(bits: int, num_out: int, num_in: int, group_size: int, device: torch.device) -> AffineWeight:
-    """A quantized matrix whose numbers are about 1 / sqrt(num_in)."""
+    """Return a quantized matrix whose numbers are about 1 / sqrt(num_in)."""
     codes = torch.randint(-(1 << 31), 1 << 31, (num_out, num_in * bits // 32)).int()
     scales = torch.rand(num_out, num_in // group_size) * num_in**-0.5 * 4 / (1 << bits)
     biases = -scales * (1 << bits) * torch.rand(scales.shape)
@@ -184,7 +184,7 @@ def _packed(shapes: Shapes, bits: int) -> list[KernelCall]:
 
 
 def _fp8(shapes: Shapes) -> list[KernelCall]:
-    """Against the same rounded numbers in fp32; nothing is compared where the device has no FP8 tensor cores."""
+    """Compare with the same rounded numbers in fp32; nothing is compared where the device has no FP8 tensor cores."""
     fp8, fused = kernels.fp8, kernels.fused
     if shapes.device.type == "cuda" and not fp8.can_run(shapes.device):
         return [KernelCall.of(torch.ones, torch.ones, 1)]
@@ -214,7 +214,7 @@ def _rounded_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def _passes(shapes: Shapes) -> Iterator[KernelCase]:
-    """The kernels of `fused.py`: each with the bytes that it moves, its reference, and inputs for both."""
+    """Return the kernels of `fused.py`: each with the bytes that it moves, its reference, and inputs for both."""
     config, rows, random = shapes.config, shapes.num_rows, shapes.random
     hidden, wide, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
     heads, dim, size = config.lightning_nh, config.lightning_head_dim, shapes.dtype.itemsize

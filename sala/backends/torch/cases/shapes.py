@@ -138,12 +138,12 @@ class Shapes:
         return torch.arange(*limits, device=self.device)
 
     def num_sets(self, num_bytes: int) -> int:
-        """How many sets of inputs of this size no cache can hold."""
+        """Return how many sets of inputs of this size no cache can hold."""
         return max(2, -(-self.rotated_bytes // num_bytes))
 
 
 def small_shapes(device: torch.device) -> Shapes:
-    """The released shapes with as few rows as still select blocks, for checking; ragged in every direction."""
+    """Return the released shapes with as few rows as still select blocks, for checking; ragged in every direction."""
     return Shapes(
         device, (RELEASED.sparse_config.dense_len + 5,), num_rows=200, batches=(3,), rotated_bytes=0, shared=(0.75,)
     )

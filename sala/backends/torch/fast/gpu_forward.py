@@ -180,7 +180,7 @@ class GpuForward:
         is_all: bool = False,
         gathers: "Sequence[PrefillGather]" = (),
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Hidden states of the rows `asked` for of each prefill span, all of them if `is_all`, and the features."""
+        """Return hidden states of the rows `asked` for of each prefill span, or of all (`is_all`), and the features."""
         counts = [len(rows) for rows in asked]
         block = self.config.sparse_config.block_size
         size = PassSize.of(spans, None if is_all else sum(counts), block, self.stable_rows)
@@ -245,7 +245,7 @@ class GpuForward:
         cache: HybridCache,
         num_layers: int | None,
     ) -> tuple[Tensor, int, Sequence[Tensor]]:
-        """Hidden states of all decode spans, `count` rows for each; that count; and the features."""
+        """Return the hidden states of all decode spans, `count` rows for each; that count; and the features."""
         spans = [batch.spans[i] for i in decode]
         count = _bucket(max(span.length for span in spans))
         places = {} if batch.gather is None else batch.gather.asked.places

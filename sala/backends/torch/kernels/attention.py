@@ -31,7 +31,7 @@ def union_kernel(
     num_tokens, num_selected, start, num_tiles, max_entries, row_size,
     GROUPS: tl.constexpr, SELECTED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of each tile, ascending, as page * 256 + a bit per token; the own blocks of the tile come last.
+    """Write the blocks of each tile, ascending, as page * 256 + a bit per token; the own blocks of the tile come last.
 
     `seen` is a row of zeros per program, a byte per block; the kernel leaves it zero.
     """
@@ -213,7 +213,7 @@ def prefill(
     output: Tensor | None = None,
     exponents: Tensor | None = None,
 ) -> Tensor:
-    """Queries from position `start` on, each over its selected blocks up to itself; over all tokens without `selected`.
+    """Attend with queries from position `start` on over selected blocks up to each or, without `selected`, all tokens.
 
     q [n, H, D], pages [G, P, B, D], table [N] block to page, selected [n, G, C] int32 with -1 for none → [n, H, D].
     FP8 pages have exponents [G, P, B, 2], see `cache.to_fp8`.

@@ -165,7 +165,7 @@ def _decode_norm_kernel(
     STRIDE: tl.constexpr, RATIO: tl.constexpr, BEFORE: tl.constexpr, SELECTED: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Maximum and sum of exponentials over ROWS windows of k2, into partial [S, G, splits, 2, SLOTS]."""
+    """Write maximum and sum of exponentials over ROWS windows of k2, into partial [S, G, splits, 2, SLOTS]."""
     PER_PAGE: tl.constexpr = RATIO // 4
     pdl_wait(PDL)
     sequence, group, split = tl.program_id(2), tl.program_id(1), tl.program_id(0)

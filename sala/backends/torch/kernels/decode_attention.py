@@ -226,7 +226,7 @@ def decode_attention(
     exponents: Tensor | None = None,
     gathered: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The newest token of each row, at position lengths[s] - 1, over its selected blocks or over all → [S, H, D].
+    """Attend with the newest token of each row, at lengths[s] - 1, over its selected blocks or over all → [S, H, D].
 
     q [S, H, D]; pages [G, P, B, D]; tables [S, N] block to page; lengths [S], 0 or less for padding, which gives 0;
     is_sparse [S] bool; selected [S, G, C] int32, -1 for none, not read where dense. Rows that are not sparse

@@ -184,7 +184,7 @@ def _expand_kernel(
     K: tl.constexpr, PITCH: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr,
     POWER: tl.constexpr, HAS_INDEX: tl.constexpr, HAS_ASM: tl.constexpr,
 ):  # fmt: skip
-    """A block of COLUMNS rows of the matrix, in order or as the index names them: out [num_rows, K]."""
+    """Expand a block of COLUMNS rows of the matrix, in order or as the index names them: out [num_rows, K]."""
     BLOCK: tl.constexpr = 1024 // BITS
     HALF: tl.constexpr = BLOCK // 2
     dtype: tl.constexpr = out_ptr.dtype.element_ty

@@ -151,5 +151,5 @@ def block_size(bits: int) -> int:
 
 
 def bit_offset(plane: int) -> int:
-    """Where a plane's 4-bit codes are in each half of their words: the first two planes in the low half of a byte."""
+    """Return where a plane's 4-bit codes are in each half of a word: the first two planes in the low half of a byte."""
     return plane % 2 * 8 + plane % 4 // 2 * 4

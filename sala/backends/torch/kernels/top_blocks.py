@@ -106,7 +106,7 @@ def _slice_kernel(
     GROUPS: tl.constexpr, BLOCK: tl.constexpr, INIT: tl.constexpr, WINDOW: tl.constexpr, SELECTED: tl.constexpr,
     OFFSET: tl.constexpr, HAS_FLAGS: tl.constexpr, SLICE: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The best blocks of a slice of a row: candidates [rows, slices, SLOTS], ascending, -1 behind them.
+    """Find the best blocks of a slice of a row: candidates [rows, slices, SLOTS], ascending, -1 behind them.
 
     They are as many as may be selected in all; what is tied is left to `_top_kernel`. Slices in which no block is free
     are not written.

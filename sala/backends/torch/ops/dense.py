@@ -77,7 +77,7 @@ MASK_BYTES = 128 << 20  # of a tile in fp32; longer contexts have fewer queries 
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
-    """Queries at positions start, start+1, …: q [n, H, D], k and v [G, start + n, D] → [n, H, D].
+    """Attend with queries at positions start, start+1, …: q [n, H, D], k and v [G, start + n, D] → [n, H, D].
 
     The heads of a group are folded into the query rows, so that keys are never copied per head.
     """

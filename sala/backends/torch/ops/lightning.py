@@ -115,7 +115,7 @@ def lightning_ragged(
 
 
 def lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], slopes: Tensor, scale: float) -> Tensor:
-    """Whole sequences from an empty state, differentiable: q, k, v [T, H, D] packed → [T, H, D], at least fp32.
+    """Compute whole sequences from an empty state, differentiable: q, k, v [T, H, D] packed → [T, H, D], at least fp32.
 
     Sequences of one length are computed side by side; others are packed into one row and masked against each other.
     """

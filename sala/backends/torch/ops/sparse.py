@@ -30,7 +30,7 @@ def tile_bytes(q: Tensor) -> int:
 
 
 def pool_keys(keys: Tensor, kernel: int, stride: int) -> Tensor:
-    """Means over full windows: keys [G, n, D] → [G, (n - kernel) // stride + 1, D], computed in fp32."""
+    """Return means over full windows: keys [G, n, D] → [G, (n - kernel) // stride + 1, D], computed in fp32."""
     if keys.shape[1] < kernel:
         return keys[:, :0]
     return keys.float().unfold(1, kernel, stride).mean(-1).to(keys.dtype)
@@ -58,7 +58,7 @@ def window_scores(q: Tensor, k1: Tensor, k2: Tensor, positions: Tensor, sparse: 
 
 
 def block_scores(windows: Tensor, num_blocks: int, sparse: SparseConfig) -> Tensor:
-    """The best window that overlaps each block: [n, G, n1] → [n, G, num_blocks]."""
+    """Return the score of the best window that overlaps each block: [n, G, n1] → [n, G, num_blocks]."""
     ratio = sparse.block_size // sparse.kernel_stride
     before = sparse.kernel_size // sparse.kernel_stride - 1  # windows that start earlier and reach into the block
     after = max(0, num_blocks * ratio - windows.shape[-1])
@@ -136,7 +136,7 @@ def sparse_attention(
 def block_shares(
     q: Tensor, k_pages: Tensor, table: Tensor, selected: Tensor, positions: Tensor, scale: float
 ) -> Tensor:
-    """The share of its attention that each head gives to each selected block, as in `sparse_attention`.
+    """Return the share of its attention that each head gives to each selected block, as in `sparse_attention`.
 
     q [n, H, D]; k_pages [G, P, B, D]; table [N]; selected [n, G, C], -1 for none; positions [n] → [n, H, C] in fp32.
     """
@@ -155,7 +155,7 @@ def block_shares(
 
 
 def _gather(flat: Tensor, pages: Tensor, buffer: Tensor) -> Tensor:
-    """Blocks flat[pages], written into `buffer`: [pages, B, D], [n, G, C] → [n, G, C * B, D]."""
+    """Write blocks flat[pages] into `buffer`: [pages, B, D], [n, G, C] → [n, G, C * B, D]."""
     if torch.is_grad_enabled() and flat.requires_grad:
         return flat[pages].flatten(2, 3)
     out = buffer[: pages.numel()]
@@ -189,7 +189,7 @@ def whole_sparse_attention(
 
 
 def select_whole(q: Tensor, keys: Tensor, sparse: SparseConfig, scale: float) -> Tensor:
-    """The blocks of all queries of a whole sequence: q [n, H, D], keys [G, n, D] → [n, G, C]."""
+    """Return the blocks of all queries of a whole sequence: q [n, H, D], keys [G, n, D] → [n, G, C]."""
     k1 = pool_keys(keys, sparse.kernel_size, sparse.kernel_stride)
     k2 = pool_keys(keys, 4 * sparse.kernel_size, 4 * sparse.kernel_stride)
     positions = torch.arange(q.shape[0], device=q.device)
