@@ -33,7 +33,7 @@ from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.kernels import fp8, fused, linear, packed
 from sala.backends.torch.kernels.launch import Config, shared_memory
 from sala.backends.torch.kernels.packed import PackedWeight
-from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight
+from sala.backends.torch.linears import AffineEmbedding, AffineLinear, AffineWeight, LinearKernels
 from sala.backends.torch.loader import random_model
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.affine import pack
@@ -340,12 +340,13 @@ def tiles() -> None:
 
 def quantize_model(model: SalaModel, bits: int, keep: tuple[str, ...]) -> None:
     """In place; the embedding and what is to be kept have 8 bits."""
+    kernels = LinearKernels(has_triton=True)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Embedding):
-            model.set_submodule(name, AffineEmbedding(in_pieces(module.weight, 8), module.weight.dtype))
+            model.set_submodule(name, AffineEmbedding(in_pieces(module.weight, 8), module.weight.dtype, kernels))
         elif isinstance(module, nn.Linear):
             weight = in_pieces(module.weight, 8 if any(part in name for part in keep) else bits)
-            model.set_submodule(name, AffineLinear(weight, module.bias))
+            model.set_submodule(name, AffineLinear(weight, module.bias, kernels=kernels))
 
 
 def in_pieces(weight: Tensor, bits: int) -> AffineWeight:
