@@ -113,10 +113,12 @@ class QuantConfig:
     def from_dict(cls, table: Any, where: str) -> "QuantConfig":
         if isinstance(table, dict) and "quant_method" in table:
             return _parse_external(table, where)
-        fields = _Table(table, where)
+        fields = _TableReader(table, where)
         own, overrides = fields.groups(), dict[str, Groups | None]()
         for name, value in fields.fields.items():
-            module = _Table(value or {}, f"{where}: {name[:100]}", "a module is false, or has bits and group_size")
+            module = _TableReader(
+                value or {}, f"{where}: {name[:100]}", "a module is false, or has bits and group_size"
+            )
             overrides[name] = None if value is False else module.groups()
             module.finish()
         return cls(own.bits, own.group_size, tuple(overrides.items()))
@@ -134,7 +136,7 @@ def matrix_modules(mixers: Sequence[str]) -> set[str]:
 _MAX_GROUP = 1 << 22
 
 
-class _Table:
+class _TableReader:
     """Takes fields from a table one by one; what is left at the end is unknown."""
 
     def __init__(self, table: Any, where: str, remedy: str = "it must be an object") -> None:
@@ -203,8 +205,8 @@ class _Table:
             raise self.wrong(names[0], value, "it must be a list of module names")
         return tuple(item for item in value if item)
 
-    def inner(self, name: str) -> "_Table":
-        return _Table(self.take(name), f"{self.where}: {name[:100]}")
+    def inner(self, name: str) -> "_TableReader":
+        return _TableReader(self.take(name), f"{self.where}: {name[:100]}")
 
     def finish(self) -> None:
         for name in self.fields:
@@ -218,7 +220,7 @@ def _parse_external(table: dict[str, Any], where: str) -> QuantConfig:
     if parse is None:
         remedy = "known are " + ", ".join(_METHODS) + "; or quantize the original model: sala quantize"
         raise ConfigError(f"{where}: quant_method is {str(method)[:100]!r}", remedy)
-    fields = _Table(table, where)
+    fields = _TableReader(table, where)
     fields.take("quant_method")
     layout = parse(fields, json.dumps(table))
     fields.finish()
@@ -231,7 +233,7 @@ def split_group(size: int) -> int | None:
     return next((group for group in reversed(GROUP_SIZES) if size % group == 0), None)
 
 
-def _parse_gptq(fields: _Table, table: str) -> ExternalLayout:
+def _parse_gptq(fields: _TableReader, table: str) -> ExternalLayout:
     fields.choice(("is_marlin_format",), (False,), False)
     fields.choice(("pack_dtype",), ("int32",), "int32")
     written = [value for value in map(fields.take, _FORMATS) if value is not None] or ["gptq"]
@@ -255,7 +257,7 @@ def _parse_gptq(fields: _Table, table: str) -> ExternalLayout:
 _FORMATS = ("checkpoint_format", "format")
 
 
-def _refuse_dynamic(fields: _Table) -> None:
+def _refuse_dynamic(fields: _TableReader) -> None:
     """Patterns that spare modules (`-:…`) need no reading: those modules have plain weights. Others change the bits."""
     dynamic = fields.take("dynamic") or {}
     for pattern, change in dynamic.items() if isinstance(dynamic, dict) else ((dynamic, dynamic),):
@@ -263,7 +265,7 @@ def _refuse_dynamic(fields: _Table) -> None:
             raise fields.fail(f"dynamic {str(pattern)[:60]!r}", "changes single modules", "that cannot be read")
 
 
-def _parse_awq(fields: _Table, table: str) -> ExternalLayout:
+def _parse_awq(fields: _TableReader, table: str) -> ExternalLayout:
     fields.choice(("version", *_FORMATS), ("gemm",), "gemm")
     fields.choice(("zero_point",), (True,), True)
     fields.choice(("pack_dtype",), ("int32",), "int32")
@@ -278,7 +280,7 @@ def _parse_awq(fields: _Table, table: str) -> ExternalLayout:
     )
 
 
-def _parse_fp8(fields: _Table, table: str) -> ExternalLayout:
+def _parse_fp8(fields: _TableReader, table: str) -> ExternalLayout:
     fields.choice(("fmt",), ("e4m3", "float8_e4m3fn"), "e4m3")
     fields.choice(("activation_scheme",), ("dynamic", "static"), "dynamic")
     fields.choice(("is_checkpoint_fp8_serialized",), (True,), True)
@@ -287,7 +289,7 @@ def _parse_fp8(fields: _Table, table: str) -> ExternalLayout:
     return ExternalLayout("fp8", bits=8, block=fields.block("weight_block_size"), spared=spared, table=table)
 
 
-def _parse_compressed_tensors(fields: _Table, table: str) -> ExternalLayout:
+def _parse_compressed_tensors(fields: _TableReader, table: str) -> ExternalLayout:
     kinds = ("pack-quantized", "float-quantized", "naive-quantized")
     kind = fields.choice(("format",), kinds)
     fields.empty("kv_cache_scheme", "transform_config")
@@ -306,7 +308,7 @@ def _parse_compressed_tensors(fields: _Table, table: str) -> ExternalLayout:
     return layout
 
 
-def _parse_scheme(weights: _Table, kind: str, spared: tuple[str, ...], table: str) -> ExternalLayout:
+def _parse_scheme(weights: _TableReader, kind: str, spared: tuple[str, ...], table: str) -> ExternalLayout:
     weights.take("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
     weights.choice(("dynamic",), (False,), False)
     is_packed = kind == "pack-quantized"
@@ -337,7 +339,7 @@ def _parse_scheme(weights: _Table, kind: str, spared: tuple[str, ...], table: st
     )
 
 
-_METHODS: dict[str, Callable[[_Table, str], ExternalLayout]] = {
+_METHODS: dict[str, Callable[[_TableReader, str], ExternalLayout]] = {
     "gptq": _parse_gptq,
     "awq": _parse_awq,
     "fp8": _parse_fp8,

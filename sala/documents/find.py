@@ -43,7 +43,7 @@ def find_files(directory: str, name: str) -> Found:
     found = Found()
     repository = find_repository(root)
     if repository is None:
-        _Search(root, found).walk(root, name)
+        _FileSearch(root, found).walk(root, name)
     else:
         _search_repository(repository, root, root, name, found, 0)
     found.files.sort(key=lambda file: natural(file[0]))
@@ -53,7 +53,7 @@ def find_files(directory: str, name: str) -> Found:
 def _search_repository(
     repository: Repository, directory: Path, root: Path, name: str, found: Found, depth: int
 ) -> None:
-    search = _Search(root, found, repository)
+    search = _FileSearch(root, found, repository)
     search.walk(directory, name, repository.rules_above(directory), depth)
     if search.ignored:
         found.leave_out(f"{_count(search.ignored)} in {name}", "Git ignores them")
@@ -71,7 +71,7 @@ def _count(ignored: "Counter[str]") -> str:
 
 
 @dataclass(slots=True)
-class _Search:
+class _FileSearch:
     """The search below a directory, in at most one repository; `ignored` counts what Git ignores in it."""
 
     root: Path

@@ -152,13 +152,13 @@ def split_quote(quote: str) -> list[Piece]:
     return [Piece(folded.text[start:end], folded.hyphens(start, end), may_cut) for start, end, may_cut in spans]
 
 
-class _Search:
+class _PieceSearch:
     """The places of a piece of a quote in a text that follow a place of the pieces before it.
 
     Everything moves from left to right only, so that the text is read once for each piece.
     """
 
-    def __init__(self, text: FoldedText, piece: Piece, before: "_Search | None", work: SearchBudget) -> None:
+    def __init__(self, text: FoldedText, piece: Piece, before: "_PieceSearch | None", work: SearchBudget) -> None:
         work.spend(SearchBudget.TEXT)
         self.piece = piece
         self.start = -1
@@ -199,9 +199,9 @@ class _Search:
 
 def look_up(pieces: list[Piece], text: FoldedText, work: SearchBudget) -> tuple[int, int] | None:
     """Return where a quote stands in a text as it was given, or None. Raises TooMuchWorkError."""
-    searches: list[_Search] = []
+    searches: list[_PieceSearch] = []
     for piece in pieces:
-        searches.append(_Search(text, piece, searches[-1] if searches else None, work))
+        searches.append(_PieceSearch(text, piece, searches[-1] if searches else None, work))
     if not searches or searches[-1].move(0) == NOWHERE:
         return None
     return text.span(searches[0].start, searches[-1].start + len(pieces[-1]))

@@ -94,7 +94,7 @@ class FairQueue(Generic[T]):
 
 
 @dataclass(eq=False)
-class _Job:
+class _TurnJob:
     work: Callable[[], Any]
     future: "Future[Any]" = field(default_factory=Future)
 
@@ -152,10 +152,10 @@ class FairPool:
 
     def __init__(self, num_threads: int, share: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, name)
-        self._turns: FairQueue[_Job] = FairQueue(num_threads, share)
+        self._turns: FairQueue[_TurnJob] = FairQueue(num_threads, share)
         self._lock = threading.Lock()
-        self._ready: deque[tuple[str, _Job]] = deque()  # as many as threads are on their way
-        self._began: dict[_Job, float] = {}
+        self._ready: deque[tuple[str, _TurnJob]] = deque()  # as many as threads are on their way
+        self._began: dict[_TurnJob, float] = {}
         self._is_closed = False
 
     @property
@@ -175,7 +175,7 @@ class FairPool:
 
     async def run(self, owner: str, work: Callable[..., T], *arguments: Any) -> T:
         """Run a function in a thread when it is its owner's turn. Cancelled if the pool is closed before."""
-        job = _Job(partial(work, *arguments))
+        job = _TurnJob(partial(work, *arguments))
         with self._lock:
             if self._is_closed:
                 job.future.cancel()
@@ -219,7 +219,7 @@ class FairPool:
         del job, tell  # see `run`
 
 
-def _try(job: _Job) -> Callable[[], Any]:
+def _try(job: _TurnJob) -> Callable[[], Any]:
     """Start the work; return a callback that delivers its result or raises its error."""
     try:
         return partial(job.future.set_result, job.work())

@@ -1,4 +1,4 @@
-"""A public class name has one meaning: where two modules have it, it is the same thing twice, for a reason."""
+"""A class name has one meaning: where two modules have it, it is the same thing twice, for a reason."""
 
 import ast
 from collections import defaultdict
@@ -36,7 +36,7 @@ def test_a_class_name_has_one_meaning() -> None:
     for file in sorted(PACKAGE.rglob("*.py")):
         module = file.relative_to(PACKAGE).with_suffix("").as_posix().removesuffix("/__init__")
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            if isinstance(node, ast.ClassDef):
                 found[node.name].append(module)
     assert len(found) > 500
     assert {name: tuple(modules) for name, modules in found.items() if len(modules) > 1} == TWINS
