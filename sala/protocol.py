@@ -42,7 +42,7 @@ class Capacity:
         return self.pages_of(num_tokens) * self.page_bytes + self.slot_bytes + COPY_SLACK
 
     def num_resting(self, num_tokens: int, num_running: int) -> int:
-        """Return how many conversations of so many tokens stay on the device beside some that run.
+        """Return how many conversations of so many tokens stay on the device besides some that run.
 
         One that runs has its own state, the snapshot it began from, and that of its prompt.
         """
@@ -68,7 +68,7 @@ class Row:
     snapshots: tuple[tuple[int, int], ...] = ()  # (length, slot), ascending: copy the state after so many tokens there
     adapter: str = ""  # fingerprint of the adapter by which the row is computed; empty: the model alone
     wants_sources: bool = False  # gather which blocks the sampled positions attend to
-    topk: int | None = None  # blocks that a query selects, beside the most recent ones; None: as the model says
+    topk: int | None = None  # blocks that a query selects, besides the most recent ones; None: as the model says
     is_followed: bool = True  # by the draft head, if there is one: its drafts may be wanted later
 
     @property

@@ -13,7 +13,7 @@ from sala.errors import InputError
 from sala.protocol import Capacity, Options
 from sala.quantization_config import LINEARS
 
-RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU, and what the first slots take beside states
+RUNTIME_BYTES = 21 << 20  # workspaces of the libraries, measured on a CPU, and what the first slots take besides states
 TILE_BYTES = 8 << 20  # bytes of a tile of queries that select blocks
 EDGE_BITS = 8  # least bits of embedding and head
 USABLE = 0.9  # share of a machine's memory; the rest is left to the system
@@ -208,11 +208,11 @@ def share_memory(
 ) -> Capacity:
     """Return the capacity within the budget, at least for one sequence; `dtype` and `kv_bytes` are of keys and values.
 
-    What a step needs beside the cache is left free, as `estimate` counts it. `most_batch` sequences run at a time if
+    What a step needs besides the cache is left free, as `estimate` counts it. `most_batch` sequences run at a time if
     the options do not say how many, or fewer if their states do not fit. All other states that fit are for snapshots,
     unless the options say how many; there are fewer if the context that the options ask for leaves no more room. A slot
-    and a token take `overheads` bytes beside the state, and the keys and values. Raises InputError if the budget or the
-    context do not fit.
+    and a token take `overheads` bytes besides the state, and the keys and values. Raises InputError if the budget or
+    the context does not fit.
     """
     page_size = config.sparse_config.block_size
     of_slot, of_token = overheads
@@ -263,7 +263,7 @@ def _cache_budget(options: Options, free: int, step: int, least: int) -> int:
             "cache_memory",
             f"is {budget / 2**20:,.0f} MiB",
             f"it must hold one sequence ({least / 2**20:,.1f} MiB) and fit in the {room / 2**30:.1f} GiB that are free "
-            f"beside what a step needs ({step / 2**20:,.0f} MiB)",
+            f"besides what a step needs ({step / 2**20:,.0f} MiB)",
         )
     return budget
 

@@ -41,7 +41,7 @@ class DraftHeadConfig:
     head_dim: int
     feature_layers: tuple[int, ...]  # the hidden states are those after so many layers: low, middle, high; not the last
     draft_vocab_size: int  # tokens that can be drafted
-    window: int = 2048  # tokens that the head attends to, beside the first ones
+    window: int = 2048  # tokens that the head attends to, besides the first ones
     num_first: int = 16
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-5

@@ -1,6 +1,6 @@
 """The fingerprint of a checkpoint: a hash of every byte of its tensors, remembered until one of its files changes.
 
-Reading 19 GB at every start would be slow, so a file in the user's cache remembers the hash beside what the file system
+Reading 19 GB at every start would be slow, so a file in the user's cache remembers the hash and what the file system
 says of the files: size, number, time of the last write and time of the last change. An edit that keeps the size and
 restores the time of the last write still moves the time of the last change, which no program can set (on Windows that
 is the time of creation). Samples of all tensors are compared too, for file systems that keep no such times.

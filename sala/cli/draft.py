@@ -42,7 +42,7 @@ def train(
         s.flag("Of the answers; default: 0, 0.3 and 0.7 in turn.", "--temperature", "-t", min=0),
     ] = None,
     window: Annotated[
-        int | None, s.flag("Tokens that the head looks back at, beside the first ones; by default 2,048.", min=16)
+        int | None, s.flag("Tokens that the head looks back at, besides the first ones; by default 2,048.", min=16)
     ] = None,
     vocabulary: Annotated[int | None, s.flag("Tokens that can be drafted; by default 32K at most.", min=1)] = None,
     width: Annotated[int | None, s.flag("Width of the head's MLP; by default that of the model's.", min=1)] = None,

@@ -255,7 +255,7 @@ def _offload(options: Options) -> Offload:
 def _conversations(
     config: SalaConfig, options: Options, settings: dict[str, Any], free: int, offload: Offload
 ) -> dict[str, int]:
-    """Return how many conversations of `ctx` tokens each tier of the cache holds, beside `batch` that run."""
+    """Return how many conversations of `ctx` tokens each tier of the cache holds, besides `batch` that run."""
     widths = {name: settings[name] for name in ("element_bytes", "chunk", "kv_bytes")}
     ctx = options.ctx or config.max_position_embeddings
     try:

@@ -28,7 +28,7 @@ CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def flag(help: str, *names: str, **more: Any) -> Any:
-    """Declare a flag that a command has beside those of the options table."""
+    """Declare a flag that a command has besides those of the options table."""
     return typer.Option(*names, help=help, **more)
 
 

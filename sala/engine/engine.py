@@ -476,7 +476,7 @@ class Engine:
             boundaries=(),
         )
         if not self.hybrid.admit(sequence):
-            raise InputError("prompt", "does not fit beside the requests that run", "wait for them, or cancel them")
+            raise InputError("prompt", "does not fit alongside the requests that run", "wait for them, or cancel them")
         assert sequence.slot is not None
         try:
             at = 0

@@ -328,7 +328,7 @@ class EngineLoop:
         for handle in self._turns.order(self._active):
             try:
                 self._score_chunk(handle)
-            except InputError as error:  # there is no space beside what runs: try again later
+            except InputError as error:  # there is no space next to what runs: try again later
                 handle.scoring = None
                 refused.append((handle, error))
                 continue

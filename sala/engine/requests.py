@@ -15,7 +15,7 @@ from sala.engine.stream import AnswerState
 from sala.errors import InputError, NoTokenizer, TemplateError
 from sala.options import Attention
 from sala.protocol import Control, Sampling, Verdict
-from sala.text.answer import CLOSE, OPEN, Answer, Detokenizer, Structured
+from sala.text.answer import CLOSE, OPEN, Answer, ChatSplitter, Detokenizer
 from sala.text.control import GrammarCompiler, ThinkBudget
 from sala.text.frames import CLOSING
 from sala.text.sources import Locate, PromptText
@@ -63,7 +63,7 @@ class Call:
     - attachment: documents that the conversation is about
     - attention: how the sparse layers attend; None: as the options of the model say
     - question: how the last message ends; what stands before it is worth keeping, on disk too
-    - controls: of a single answer, beside those that `sampling` asks for
+    - controls: of a single answer, besides those that `sampling` asks for
     """
 
     key: Any
@@ -308,7 +308,7 @@ class InputProcessor:
             )  # fmt: skip
             form = None
             if is_chat:
-                form = Structured(call.tools, beginning.is_open, beginning.has_begun, call.ends_on_repeat)
+                form = ChatSplitter(call.tools, beginning.is_open, beginning.has_begun, call.ends_on_repeat)
             answer = None
             if self._tokenizer is not None:
                 detokenizer = Detokenizer(self._tokenizer, ids)

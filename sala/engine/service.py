@@ -444,7 +444,7 @@ class _Batch(Generic[K]):
         self._service = service
         self._max_waiting = max_waiting
         self._active: dict[RequestHandle, int] = {}  # how many answers each is to give
-        self._next: tuple[K, Submission] | None = None  # does not fit beside the active ones
+        self._next: tuple[K, Submission] | None = None  # does not fit alongside the active ones
 
     def can_add(self) -> bool:
         """Submit what had to wait, if it fits by now. Return whether another submission may be added."""

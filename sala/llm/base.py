@@ -119,7 +119,7 @@ class BaseLLM(Generic[Events, Answer]):
         return SessionStore(Path(directory).expanduser(), self.fingerprint(), warnings.warn, topk)
 
     def fingerprint(self) -> str:
-        """Identify weights, configuration and precision: what a saved KV cache depends on, beside its regime."""
+        """Identify weights, configuration and precision: what a saved KV cache depends on, besides its regime."""
         text = f"{self._checkpoint.fingerprint()} {self._own_config} {self._executor.capacity.dtype}"
         return hashlib.sha256(text.encode()).hexdigest()
 

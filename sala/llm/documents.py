@@ -282,7 +282,7 @@ def _name(number: int, part: Sequence[EncodedDocument]) -> str:
 
 
 def part_size(ctx: int) -> int:
-    """Return how many tokens of documents a context takes beside a question and its answer."""
+    """Return how many tokens of documents a context takes besides a question and its answer."""
     return ctx - min(ctx // 4, 8192)
 
 

@@ -69,7 +69,7 @@ class Attention:
         None, "Prompts with fewer tokens attend to everything, with attention auto.", shown="the model's"
     )
     topk: NumBlocks | None = _attention(
-        None, "Blocks of text that a query selects, beside the most recent ones.", shown="the model's"
+        None, "Blocks of text that a query selects, besides the most recent ones.", shown="the model's"
     )
 
     def __post_init__(self) -> None:

@@ -207,7 +207,7 @@ class ThinkFilter:
         return "".join(delta.text for delta in self._splitter.flush())
 
 
-class Repeats:
+class RepeatFinder:
     """Looks for a call that repeats an earlier one; its pieces are held back for as long as it may."""
 
     def __init__(self) -> None:
@@ -241,7 +241,7 @@ class Repeats:
         return list(held)
 
 
-class Structured:
+class ChatSplitter:
     """Takes reasoning, and with `tools` their calls, out of the text: for conversations.
 
     Without tools nothing is parsed as a tool call: what looks like one stays text. With `ends_on_repeat` the answer
@@ -257,7 +257,7 @@ class Structured:
     ) -> None:
         self._reasoning = ReasoningSplitter(is_open, has_begun)
         self._tools = ToolSplitter(tools) if tools else None
-        self._repeats = Repeats() if ends_on_repeat else None
+        self._repeats = RepeatFinder() if ends_on_repeat else None
         self.is_repeating = False
         self.has_dropped = False  # left out text that was the beginning of a call
 
@@ -305,7 +305,7 @@ class Answer:
     """
 
     def __init__(
-        self, detokenizer: Detokenizer, stops: Sequence[str], form: Structured | None, stops_when_shown: bool = False
+        self, detokenizer: Detokenizer, stops: Sequence[str], form: ChatSplitter | None, stops_when_shown: bool = False
     ) -> None:
         self._detokenizer = detokenizer
         self._raw_stops = StopFinder(() if stops_when_shown else stops)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sala.text.answer import Structured
+from sala.text.answer import ChatSplitter
 from sala.text.tools import CallPiece, Part, ToolCall, ToolSplitter
 from tests.golden import DATA
 from tests.splitting import parse_calls
@@ -173,7 +173,7 @@ def test_a_call_longer_than_anything_that_is_held_back() -> None:
 
 def show(*calls: str) -> tuple[list[str], list[str], bool]:
     """Return the JSON that the pieces of an answer make up, that of its calls, and whether it ended by a repetition."""
-    form = Structured(TOOLS, ends_on_repeat=True)
+    form = ChatSplitter(TOOLS, ends_on_repeat=True)
     deltas = [delta for char in "\n".join(calls) for delta in form.push(char)] + list(form.flush(is_cut=True))
     pieces: dict[str, str] = {}
     for delta in deltas:
