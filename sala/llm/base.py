@@ -181,9 +181,9 @@ class BaseLLM(Generic[Events, Answer]):
         `tokenizer.encode(..., parse_special=True)` otherwise).
         Several prompts run together; several answers share the prefill of their prompt.
         """
-        (merged, attention), is_batch = self._settings(sampling, settings), _is_batch(prompt)
+        call, is_batch = self._call(sampling, settings, n=n, adapter=adapter), _is_batch(prompt)
         prompts: Any = prompt if is_batch else [prompt]
-        calls = [Call(None, merged, prompt=one, n=n, adapter=adapter, attention=attention) for one in prompts]
+        calls = [replace(call, prompt=one) for one in prompts]
 
         def arrange(items: Iterable[StreamItem]) -> Any:
             found = {item.index: item.completion for item in items if isinstance(item, Event) and item.completion}
@@ -207,8 +207,7 @@ class BaseLLM(Generic[Events, Answer]):
 
         With `is_chat` the prompt is a rendered conversation: reasoning is taken out of the answer.
         """
-        merged, attention = self._settings(sampling, settings)
-        call = Call(None, merged, prompt=prompt, is_chat=is_chat, adapter=adapter, attention=attention)
+        call = self._call(sampling, settings, prompt=prompt, is_chat=is_chat, adapter=adapter)
         return self._stream(call, on_progress)
 
     def chat(
@@ -228,9 +227,8 @@ class BaseLLM(Generic[Events, Answer]):
         out of the answer. With `continue_final` the last message is an answer of the assistant that has been begun, and
         the new answer continues it: it holds only what is new.
         """
-        merged, attention = self._settings(sampling, settings)
-        more: dict[str, Any] = {"continue_final": continue_final, "adapter": adapter, "attention": attention}
-        call = Call(None, merged, messages=messages, tools=tools, **more)
+        fields = {"messages": messages, "tools": tools, "continue_final": continue_final, "adapter": adapter}
+        call = self._call(sampling, settings, **fields)
         return self.answer(call, on_progress)
 
     def stream_chat(
@@ -245,15 +243,15 @@ class BaseLLM(Generic[Events, Answer]):
         **settings: Any,
     ) -> Events:
         """Like `chat`, piece by piece; the last event carries the completion."""
-        merged, attention = self._settings(sampling, settings)
-        more: dict[str, Any] = {"continue_final": continue_final, "adapter": adapter, "attention": attention}
-        call = Call(None, merged, messages=messages, tools=tools, **more)
+        fields = {"messages": messages, "tools": tools, "continue_final": continue_final, "adapter": adapter}
+        call = self._call(sampling, settings, **fields)
         return self._stream(call, on_progress)
 
-    def _settings(self, sampling: Sampling | None, settings: dict[str, Any]) -> tuple[Sampling, Attention | None]:
-        """Return what a request says about sampling, and about attention if it says anything."""
+    def _call(self, sampling: Sampling | None, settings: dict[str, Any], **fields: Any) -> Call:
+        """Return a call; `settings` are fields of Sampling and of Attention, `fields` its own."""
         attention = Attention(**{name: settings.pop(name) for name in ATTENTION_FIELDS if name in settings})
-        return self.merge_sampling(sampling, settings), None if attention == Attention() else attention
+        merged = self.merge_sampling(sampling, settings)
+        return Call(None, merged, attention=None if attention == Attention() else attention, **fields)
 
     def merge_sampling(self, sampling: Sampling | None, settings: dict[str, Any]) -> Sampling:
         """Return the sampling parameters of a request: `settings` over `sampling` or, if there is none, the model's."""
