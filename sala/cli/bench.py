@@ -62,7 +62,10 @@ def latency(
     force: s.Force = False,
     options: OneModel,
 ) -> None:
-    """Measure one request at a time, of several lengths: time to first token, speed, memory."""
+    """Measure first token, speed and memory by context length.
+
+    One request runs at a time.
+    """
     from sala.lab.bench.measure import measure_latency
     from sala.options.schema import length_label
 
@@ -86,7 +89,7 @@ def throughput(
     force: s.Force = False,
     options: OneModel,
 ) -> None:
-    """Measure several requests at a time: tokens per second of all together."""
+    """Measure the tokens per second of several requests together."""
     from sala.lab.bench.measure import measure_throughput
 
     counts = s.counts(batches, "batches")
@@ -111,7 +114,10 @@ def kernels(
     force: s.Force = False,
     options: Annotated[Options, s.Use(only=("device",))],
 ) -> None:
-    """Measure every Triton kernel alone, at the released shapes: time, share of the roofline, and against a peer."""
+    """Measure every Triton kernel alone, at the released shapes.
+
+    Reports its time, its share of the roofline, and its speed against a peer.
+    """
     counts = s.counts(lengths, "lengths")
     where = _gpu(options.device)
     run = Run("kernels", "", {}, json_file, plot, force, is_new=True)
@@ -142,7 +148,9 @@ def against(
     options: OneModel,
     force: s.Force = False,
 ) -> None:
-    """Compare with a dense model, in the same run and precision: from which length on ours is faster.
+    """Compare with a dense model in the same run and precision.
+
+    Reports from which length on ours is faster.
 
     The dense model runs in transformers; with --backend mlx both run on MLX, the dense one in mlx-lm.
     """

@@ -67,7 +67,10 @@ def serve(
     keys: Annotated[Settings, s.Use(only=("api_key", "api_key_file"))],
     given: s.GivenNames,
 ) -> None:
-    """Measure a server under load: answers and tokens per second, time to first token, time between tokens, errors."""
+    """Measure a server with OpenAI's API under load.
+
+    Reports answers and tokens per second, time to first token, time between tokens, errors.
+    """
     from sala.lab.bench.load import Lengths, open_target
 
     kinds = [

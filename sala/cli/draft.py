@@ -49,7 +49,10 @@ def train(
     seed: s.Seed = 0,
     minutes: Minutes = None,
 ) -> None:
-    """Let the model answer the prompts of a file, and train a draft head (or an exit) on these answers."""
+    """Train a draft head, or an exit, on the model's own answers.
+
+    The model answers the prompts of a file first.
+    """
     from sala.cli.progress import training_bar
     from sala.lab.draft.train import DraftTraining
     from sala.lab.finetune.dialogues import BadData
@@ -92,7 +95,10 @@ def eval(
     output: s.RecordFile = None,
     force: s.Force = False,
 ) -> None:
-    """Count accepted drafts by kind of text, length and position, and time decoding against plain decoding."""
+    """Count accepted drafts, and time decoding with and without.
+
+    Drafts are counted by kind of text, length and position.
+    """
     from sala.checkpoint.draft_head import find_draft_head
     from sala.checkpoint.writer import write_atomically
     from sala.cli.progress import ProgressBar

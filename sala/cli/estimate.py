@@ -11,7 +11,8 @@ from sala.cli import flags as s
 from sala.cli.generate import warn_if_untrained
 from sala.cli.outputs import print_json, print_table, size
 from sala.config import SalaConfig
-from sala.errors import InputError, free_disk_bytes
+from sala.errors import InputError, ModelNotFound, free_disk_bytes
+from sala.models.embedded import RELEASED_REPO
 from sala.options import ATTENTION_FIELDS, Options
 from sala.quantization_config import GROUP_SIZES
 
@@ -295,6 +296,8 @@ def _show_parts(
         print(f"  {name:<12} {size(count):>12}")
     room = size(free) + (f" and {size(facts['offload_available'])} {facts['offload']}" if offloaded else "")
     print(f"{'fits into' if fits else 'does NOT fit into'} the {room} available{more}")
+    if not fits and isinstance(needed, Estimate):
+        s.note("less memory: --bits 4, --kv fp8, a smaller --ctx or --batch; --memory 24G estimates for another machine")
 
 
 def _tuning(method: str, optimizer: str, dtype: str, **settings: Any) -> tuple[Tuning, str]:
@@ -323,7 +326,13 @@ def _find(model: str | None, shape: str | None) -> tuple[SalaConfig, int, int | 
     if shape is not None:
         s.one_of("shape", shape, SHAPES)
         return SHAPES[shape], count_parameters(expected_tensors(SHAPES[shape])), None
-    path = s.find_model(model)
+    try:
+        path = s.find_model(model)
+    except ModelNotFound:
+        if model is None or model.lower() not in (RELEASED_REPO.lower(), RELEASED_REPO.partition("/")[2].lower()):
+            raise
+        s.note(f"{model} is not downloaded (sala pull {RELEASED_REPO}): its published shape is used, --shape 9b")
+        return _find(None, "9b")
     config = SalaConfig.load(path)
     stored, quantization = None, config.quantization
     is_widened = quantization is not None and quantization.layout is not None and quantization.layout.kind == "fp8"

@@ -52,7 +52,10 @@ def needle(
     options: OneAtATime,
     verbose: s.Verbose = False,
 ) -> None:
-    """Hide a fact in texts of several lengths, at several depths, and ask for it."""
+    """Hide a fact in texts of several lengths and ask for it.
+
+    At every length it is hidden at several depths.
+    """
     from sala.lab.eval.runner import summarise
     from sala.lab.eval.suite import PRESETS
 
@@ -98,7 +101,10 @@ def ruler(
     options: OneAtATime,
     verbose: s.Verbose = False,
 ) -> None:
-    """Run tasks on long texts: single, multikey, multivalue, multiquery, chain, common, frequent, reading."""
+    """Run eight tasks on long texts, in the manner of RULER.
+
+    single, multikey, multivalue, multiquery, chain, common, frequent, reading.
+    """
     from sala.lab.eval.runner import summarise
     from sala.lab.eval.suite import QUESTIONS, RULER
     from sala.lab.eval.tasks.reading import read_passages
@@ -150,7 +156,10 @@ def reasoning(
     options: s.Loading,
     verbose: s.Verbose = False,
 ) -> None:
-    """Pose small problems with one right answer: how many are answered, correct, or stuck in reasoning."""
+    """Pose small problems that have one right answer.
+
+    Reports how many are answered, correct, or stuck in reasoning.
+    """
     from sala.lab.eval.runner import summarise_reasoning
     from sala.lab.eval.suite import reasoning_tasks
     from sala.lab.eval.tasks.reasoning import KINDS
@@ -184,7 +193,10 @@ def lm(
     force: s.Force = False,
     options: Annotated[Options, s.Use(spellings={"max_batch": "--batch"})],
 ) -> None:
-    """Run tasks of lm-eval without a server; print a table and write a record. An interrupted run is continued."""
+    """Run tasks of lm-eval without a server.
+
+    Prints a table and writes a record. An interrupted run is continued.
+    """
     from importlib.metadata import version
 
     from sala.lab.eval.harness import adapter, evaluate, metadata_for, to_rows

@@ -36,7 +36,9 @@ def sources(
     options: OneAtATime,
     verbose: s.Verbose = False,
 ) -> None:
-    """Ask for facts at known places: are these places among the three heaviest passages?
+    """Measure how often sources name the right passage.
+
+    Asks for facts at known places: are these among the three heaviest passages?
 
     An interrupted run is continued, and one of fewer texts is extended.
     """

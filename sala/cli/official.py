@@ -69,7 +69,10 @@ def official(
     options: Annotated[Options, s.Use(defaults={"max_batch": 1})],
     verbose: s.Verbose = False,
 ) -> None:
-    """Run a published long-context benchmark; cases that begin alike are read once. An interrupted run continues."""
+    """Run a published long-context benchmark.
+
+    Cases that begin alike are read once. An interrupted run continues.
+    """
     asked = OfficialFlags(
         benchmark, tasks, lengths, limit, seed, haystack, data, against, plain, estimate, minutes, output, plot, force
     )  # fmt: skip

@@ -68,7 +68,10 @@ def load(
     sampling: s.Answering,
     options: s.Loading,
 ) -> None:
-    """Ask about a text that was read before: only the question is computed."""
+    """Ask about a text that was read before.
+
+    Only the question is computed.
+    """
     sampling = read_schema(sampling)
     _store(where).find(name)
     llm = s.load(options)

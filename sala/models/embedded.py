@@ -30,7 +30,7 @@ from sala.models.names import match_family, match_name
 from sala.options.sources import models_dir
 
 EMBEDDED = "smol-sala"
-RELEASED = "openbmb/MiniCPM-SALA"
+RELEASED_REPO = "openbmb/MiniCPM-SALA"
 Note = Callable[[str], None]
 
 
@@ -88,8 +88,8 @@ def _raise_not_found(name: str, folder: str) -> NoReturn:
         known += [child.name for child in models_dir().iterdir() if not child.name.startswith(".")]
     close = difflib.get_close_matches(folder.lower(), [each.lower() for each in known], 1)
     hint = "".join(f"did you mean {each}? Otherwise " for each in known if each.lower() in close)
-    if folder.lower() == RELEASED.partition("/")[2].lower():
-        hint += f"download it with `sala pull {RELEASED}`, "
+    if folder.lower() == RELEASED_REPO.partition("/")[2].lower():
+        hint += f"download it with `sala pull {RELEASED_REPO}`, "
     elif "--" in folder:
         hint += f"download it with `sala pull {folder.replace('--', '/', 1)}`, "
     raise ModelNotFound(f"there is no model {name!r}", f"{hint}see `sala list`, or give a directory with a checkpoint")

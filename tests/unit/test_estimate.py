@@ -37,6 +37,21 @@ from tests.foreign import fp8_case, write
 GIB = 1 << 30
 
 
+def test_the_released_model_is_estimated_before_it_is_downloaded(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SALA_MODELS_DIR", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    wanted = show(capsys, "--shape", "9b", "--ctx", "1M", "--memory", "16G")
+    assert "does NOT fit" in wanted
+    for name in ("MiniCPM-SALA", "openbmb/MiniCPM-SALA", "minicpm-sala"):
+        assert run(["estimate", name, "--ctx", "1M", "--memory", "16G"]) == 0
+        out, err = capsys.readouterr()
+        assert out == wanted
+        assert "sala pull openbmb/MiniCPM-SALA" in err
+    assert run(["estimate", "MiniCPM-SALB"]) != 0
+
+
 def show(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     assert run(["estimate", *words]) == 0
     return capsys.readouterr().out
