@@ -36,7 +36,7 @@ NUM_PARSERS = 4  # threads that parse large bodies
 MAX_PARSERS = 2  # of them for one key at a time
 CLIENT_GONE = 499  # for the log only: the client has disconnected
 WORDS = {
-    404: "there is no route at this path",
+    404: "there is no route at this path; GET /docs lists them",
     405: "this path does not support that method",
     413: "the request is too large",
 }
