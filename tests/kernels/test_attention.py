@@ -276,6 +276,7 @@ def union_build() -> Build:
     return Build(attention.union_kernel, {**pointers, **signature}, constants, {"num_warps": 4, "num_stages": 1})
 
 
+NOT_HOT = dict.fromkeys(("frames_ptr", "hot_k_ptr", "hot_v_ptr", "hot_exponents_ptr"))
 GEOMETRY = {"SHARED": 16, "BLOCK": 64, "DIM": 128}
 
 
@@ -283,9 +284,9 @@ def split_build(limit: int, config: Config | None = None, is_long: bool = False,
     config = config or decode_attention._config(64 * 128 * 2, limit)
     pointers = {**dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "tables_ptr": "*i64", "lengths_ptr": "*i32"}
     more = {"is_sparse_ptr": "*i1", "selected_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32", "scale": "fp32"}
-    sizes = dict.fromkeys(("num_pages", "table_size", *decode_attention.SIZES, "q_stride"), "i32")
+    sizes = dict.fromkeys(("num_frames", "num_pages", "table_size", *decode_attention.SIZES, "q_stride"), "i32")
     stats = {"block_stats_ptr": "*fp32"} if gathers else {}
-    own = {"exponents_ptr": None, "row_of_ptr": None, **({} if gathers else {"block_stats_ptr": None})}
+    own = {"exponents_ptr": None, "row_of_ptr": None, **({} if gathers else {"block_stats_ptr": None}), **NOT_HOT}
     own |= {"GROUPS": 2, "SHARED_PADDED": 16, "PRECISION": "ieee", "PDL": 0}
     constants = {**GEOMETRY, **own, **config.tile, "LONG": is_long}
     return Build(decode_attention.split_kernel, {**pointers, **more, **stats, **sizes}, constants, config.options)

@@ -366,6 +366,7 @@ def slice_build(width: int) -> Build:
 
 def append_build() -> Build:
     constants = pooling.append_constants(RELEASED, 128) | {"exponents_ptr": None, "PDL": 0}
+    constants |= dict.fromkeys(("frames_ptr", "hot_k", "hot_v", "hot_exponents_ptr"))
     return build(pooling._append_kernel, constants, {"num_warps": 4})
 
 

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-call, no-any-return"
 """Cases of the sparse layers: block selection, attention over selected and over all blocks, writing of the KV cache."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -21,6 +21,9 @@ from sala.backends.torch.cases.shapes import (
     row_count,
     share_of_others,
 )
+from sala.backends.torch.host_memory import HostMemory
+from sala.backends.torch.hot_pages import HotPages
+from sala.backends.torch.ops import hot_pages as hot_pages_reference
 from sala.backends.torch.ops import sparse as reference
 from sala.backends.torch.ops.dense import dense_attention
 from sala.config import SparseConfig
@@ -37,6 +40,7 @@ def attention_cases(shapes: Shapes) -> Iterator[KernelCase]:
     yield _top_blocks(shapes)
     yield from (_prefill_attention(shapes, shared) for shared in (*shapes.shared, None))
     yield from (_decode_attention(shapes, rows) for rows in shapes.batches)
+    yield from (_fetch(shapes, rows) for rows in shapes.batches)
     yield _append(shapes)
 
 
@@ -342,6 +346,37 @@ def _attend_by_rows(
     """Compute the reference, which takes one sequence at a time."""
     rows = zip(q.split(1), tables, selected.split(1), positions.split(1), strict=True)
     return torch.cat([reference.sparse_attention(row, k, v, table, ids, at, scale) for row, table, ids, at in rows])
+
+
+def _fetch(shapes: Shapes, rows: int) -> KernelCase:
+    """Two steps whose blocks come into a hot pool that is too small for both; what it holds then, and where."""
+    config, sparse = shapes.config, shapes.sparse
+    groups, num_blocks = config.num_key_value_heads, shapes.num_blocks
+
+    def works() -> Iterator[KernelCall]:
+        shape = (groups, num_blocks, sparse.block_size, config.head_dim)
+        numbers = [shapes.random(*shape) for _ in range(2)]
+        memory = HostMemory(shapes.device, sum(pool.nbytes for pool in numbers), 2)
+        k, v = (memory.empty(shape, shapes.dtype).copy_(pool) for pool in numbers)
+        lengths, flags = _decode_rows(shapes, rows)
+        steps = []
+        for _ in range(2):
+            tables = torch.stack([torch.randperm(num_blocks, device=shapes.device) for _ in range(rows)])
+            steps.append((tables.int(), lengths, flags, random_selection(lengths - 1, num_blocks, groups, sparse)))
+
+        def fetch(fetch_step: Callable[..., None]) -> list[Tensor]:
+            hot = HotPages(k, None, sparse.num_selected + 8, shapes.device)
+            for pool in (hot.k, hot.v):
+                pool.zero_()
+            for step in steps:
+                hot.clock += 1
+                fetch_step(hot, k, v, None, *step, 0)
+            return [hot.pages, hot.k, hot.v]
+
+        while True:
+            yield KernelCall(partial(fetch, kernels.hot_pages.fetch), partial(fetch, hot_pages_reference.fetch))
+
+    return KernelCase("hot pool", _decode_size(shapes, rows), works)
 
 
 def _append(shapes: Shapes) -> KernelCase:

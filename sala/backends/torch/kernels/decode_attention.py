@@ -12,7 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sala.backends.torch.hot_pages import HotPages
 from sala.backends.torch.kernels.attention import LOG2_E, absorb, exponent_pairs
+from sala.backends.torch.kernels.hot_pages import hot_arguments
 from sala.backends.torch.kernels.launch import Config, aligned_rows, shared_memory
 from sala.backends.torch.kernels.pdl import pdl_launch_dependents, pdl_options, pdl_wait
 
@@ -43,29 +45,41 @@ def split_size(steps, num_splits, SPLIT_BLOCKS: tl.constexpr, LONG: tl.constexpr
 
 @triton.jit
 def walk_blocks(
-    q, is_head, acc, top, total, k_ptr, v_ptr, exponents_ptr, ids, table, first_page,
+    q, is_head, acc, top, total, k_ptr, v_ptr, exponents_ptr, hot, ids, table, first_page,
     begin, steps, length, is_sparse, num_selected, scale, block_stats, SHARED: tl.constexpr,
     SPLIT_BLOCKS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Absorb up to SPLIT_BLOCKS blocks, from the one numbered `begin` on.
 
     Blocks and pages of all steps are loaded first, into registers: the loads of the loop then do not wait for them.
-    Block stats of the row and group, if given, take the largest score and the sum of every block.
+    Block stats of the row and group, if given, take the largest score and the sum of every block. `hot` are the frames
+    of pages, the pools of the frames, and the first frame of the group; blocks that have a frame are read there.
     """
+    frames_ptr, hot_k_ptr, hot_v_ptr, hot_exponents_ptr, first_frame = hot
     column, offset, turn = tl.arange(0, DIM), tl.arange(0, BLOCK), tl.arange(0, SPLIT_BLOCKS)
     blocks = tl.where(is_sparse, tl.load(ids + tl.minimum(begin + turn, num_selected - 1)), begin + turn)
     blocks = tl.where((begin + turn < steps) & (blocks * BLOCK < length), blocks, -1)
     pages = tl.load(table + blocks, mask=blocks >= 0, other=0).to(tl.int64) + first_page
+    if frames_ptr is not None:
+        frames = tl.load(frames_ptr + pages, mask=blocks >= 0, other=-1)
     for i in range(tl.minimum(SPLIT_BLOCKS, steps - begin)):
         block = tl.sum(tl.where(turn == i, blocks, 0), 0)
         page = tl.sum(tl.where(turn == i, pages, 0), 0)
+        from_k, from_v, from_exponents = k_ptr, v_ptr, exponents_ptr
+        if frames_ptr is not None:
+            frame = tl.sum(tl.where(turn == i, frames, 0), 0)
+            is_hot = frame >= 0
+            page = tl.where(is_hot, first_frame + frame, page)
+            from_k, from_v = tl.where(is_hot, hot_k_ptr, k_ptr), tl.where(is_hot, hot_v_ptr, v_ptr)
+            if exponents_ptr is not None:
+                from_exponents = tl.where(is_hot, hot_exponents_ptr, exponents_ptr)
         place = page * (BLOCK * DIM) + offset * DIM
         is_seen = (block >= 0) & (block * BLOCK + offset < length)  # other memory may hold anything, even NaN
         exponents = None
         if exponents_ptr is not None:
-            exponents = tl.load(exponents_ptr + page * BLOCK + offset, mask=is_seen, other=0)
-        k = tl.load(tl.multiple_of(k_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
-        v = tl.load(tl.multiple_of(v_ptr + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
+            exponents = tl.load(from_exponents + page * BLOCK + offset, mask=is_seen, other=0)
+        k = tl.load(tl.multiple_of(from_k + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
+        v = tl.load(tl.multiple_of(from_v + place, 16)[:, None] + column[None], mask=is_seen[:, None], other=0.0)
         is_on = is_head & (block >= 0)
         before_top, before_total = top, total
         acc, top, total = absorb(q, k, v, exponents, is_seen[None], is_on, acc, top, total, scale, PRECISION)
@@ -77,9 +91,10 @@ def walk_blocks(
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["num_pages", "table_size", *SIZES, "q_stride"])
+@triton.jit(do_not_specialize=["num_frames", "num_pages", "table_size", *SIZES, "q_stride"])
 def split_kernel(
-    q_ptr, k_ptr, v_ptr, exponents_ptr, tables_ptr, row_of_ptr, lengths_ptr, is_sparse_ptr, selected_ptr,
+    q_ptr, k_ptr, v_ptr, exponents_ptr, frames_ptr, hot_k_ptr, hot_v_ptr, hot_exponents_ptr, num_frames,
+    tables_ptr, row_of_ptr, lengths_ptr, is_sparse_ptr, selected_ptr,
     acc_ptr, stats_ptr, block_stats_ptr,
     num_pages, table_size, num_splits, num_selected, max_dense, q_stride, scale,
     GROUPS: tl.constexpr, SHARED: tl.constexpr, SHARED_PADDED: tl.constexpr, SPLIT_BLOCKS: tl.constexpr,
@@ -107,6 +122,7 @@ def split_kernel(
     ids = selected_ptr + (row.to(tl.int64) * GROUPS + group) * num_selected
     table = tables_ptr + table_row.to(tl.int64) * table_size
     first_page = group.to(tl.int64) * num_pages
+    hot = (frames_ptr, hot_k_ptr, hot_v_ptr, hot_exponents_ptr, group.to(tl.int64) * num_frames)
     block_stats = block_stats_ptr
     if block_stats_ptr is not None:
         width = tl.maximum(num_selected, max_dense)
@@ -117,13 +133,13 @@ def split_kernel(
     if LONG:
         for at in range(begin, tl.minimum(begin + size, steps), SPLIT_BLOCKS):
             acc, top, total = walk_blocks(
-                q, is_head, acc, top, total, k_ptr, v_ptr, exponents_ptr, ids, table, first_page,
+                q, is_head, acc, top, total, k_ptr, v_ptr, exponents_ptr, hot, ids, table, first_page,
                 at, steps, length, is_sparse, num_selected, scale, block_stats, SHARED,
                 SPLIT_BLOCKS, BLOCK, DIM, PRECISION,
             )  # fmt: skip
     else:
         acc, top, total = walk_blocks(
-            q, is_head, acc, top, total, k_ptr, v_ptr, exponents_ptr, ids, table, first_page,
+            q, is_head, acc, top, total, k_ptr, v_ptr, exponents_ptr, hot, ids, table, first_page,
             begin, steps, length, is_sparse, num_selected, scale, block_stats, SHARED,
             SPLIT_BLOCKS, BLOCK, DIM, PRECISION,
         )  # fmt: skip
@@ -225,6 +241,7 @@ def decode_attention(
     dependents_first: bool = False,
     exponents: Tensor | None = None,
     gathered: tuple[Tensor, Tensor] | None = None,
+    hot: HotPages | None = None,
 ) -> Tensor:
     """Attend with the newest token of each row, at lengths[s] - 1, over its selected blocks or over all → [S, H, D].
 
@@ -233,7 +250,7 @@ def decode_attention(
     have at most `max_dense_blocks` blocks. A gate [S, H * D] multiplies by its sigmoid. With row_of [S], row s
     has table row_of[s]. For `dependents_first` see `pdl.pdl_options`. FP8 pages have exponents [G, P, B, 2], see
     `cache.to_fp8`. `gathered` are blocks [S, G, W] int32 and shares [S, H, W], filled with the blocks attended to, -1
-    for none, and the share of each head's attention that they get.
+    for none, and the share of each head's attention that they get. Blocks that have a frame in `hot` are read there.
     """
     (num_rows, heads, dim), (groups, num_pages, block, _) = q.shape, pages_k.shape
     assert pages_k.is_contiguous()
@@ -254,7 +271,8 @@ def decode_attention(
         block_stats = acc.new_empty(num_rows, groups, max(num_selected, max_dense_blocks), 2, shared)
     pdl = pdl_options(q.device, num_rows, dependents_first)
     split_kernel[(splits, groups, num_rows)](
-        q, pages_k, pages_v, exponent_pairs(pages_k, exponents), tables, row_of, lengths, is_sparse, selected,
+        q, pages_k, pages_v, exponent_pairs(pages_k, exponents), *hot_arguments(hot),
+        tables, row_of, lengths, is_sparse, selected,
         acc, stats, block_stats, num_pages, tables.stride(0), *sizes, q.stride(0), scale * LOG2_E,
         **geometry, GROUPS=groups, SHARED_PADDED=max(16, triton.next_power_of_2(shared)), PRECISION="ieee", **pdl,
         **config.options,

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sala.backends.torch.hot_pages import HotPages
 from sala.backends.torch.kernels.attention import exponent_pairs, power_of_two
+from sala.backends.torch.kernels.hot_pages import hot_arguments
 from sala.backends.torch.kernels.launch import aligned_rows
 from sala.backends.torch.kernels.pdl import pdl_options, pdl_wait
 from sala.config import SparseConfig
@@ -72,9 +74,32 @@ def _pool(
     tl.store(pooled + target + dim, mean.to(pooled.dtype.element_ty), mask=dim < D)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pages", "stride_table"])
+@triton.jit
+def _write(
+    k, v, exponents, k_pages, v_pages, exponents_ptr, place, position, is_rest, line,
+    BLOCK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Write a token's key and value to row `place` of a pool; with `is_rest`, zero what follows it in its page."""
+    if exponents_ptr is not None:
+        tl.store(exponents_ptr + place + exponents * 0, exponents.to(tl.int16))
+    tl.store(k_pages + place * D + line, k.to(k_pages.dtype.element_ty), mask=line < D)
+    tl.store(v_pages + place * D + line, v.to(v_pages.dtype.element_ty), mask=line < D)
+    if is_rest:
+        rows = 1 + tl.arange(0, PAGE)
+        spare = position % BLOCK + rows
+        rest = (place + rows)[:, None] * D + line
+        nothing = tl.zeros([PAGE, DIM], tl.float32).to(k_pages.dtype.element_ty)
+        is_spare = (spare < BLOCK)[:, None] & (line < D)
+        tl.store(k_pages + rest, nothing, mask=is_spare)
+        tl.store(v_pages + rest, nothing, mask=is_spare)
+        if exponents_ptr is not None:
+            tl.store(exponents_ptr + place + rows, (rows * 0).to(tl.int16), mask=spare < BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_frames", "num_tokens", "num_pages", "stride_table"])
 def _append_kernel(
-    k_new, v_new, k_pages, v_pages, k1_pages, k2_pages, exponents_ptr, tables, starts, row_of, positions,
+    k_new, v_new, k_pages, v_pages, k1_pages, k2_pages, exponents_ptr, frames_ptr, hot_k, hot_v, hot_exponents_ptr,
+    num_frames, tables, starts, row_of, positions,
     num_tokens, num_pages, stride_kt, stride_kg, stride_vt, stride_vg, stride_table,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, ROWS2: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, PDL: tl.constexpr,
@@ -95,28 +120,23 @@ def _append_kernel(
     line = dim[None, :]
     k = tl.load(k_new + wide * stride_kt + group * stride_kg + line, mask=line < D, other=0.0)
     v = tl.load(v_new + wide * stride_vt + group * stride_vg + line, mask=line < D, other=0.0)
+    exponents = None
     if exponents_ptr is not None:
         k_exponent, v_exponent = _exponents(k), _exponents(v)
         k, v = _codes(k, k_exponent), _codes(v, v_exponent)
-        tl.store(exponents_ptr + place + k_exponent * 0, (k_exponent | v_exponent << 8).to(tl.int16))
-    tl.store(k_pages + place * D + line, k.to(k_pages.dtype.element_ty), mask=line < D)
-    tl.store(v_pages + place * D + line, v.to(v_pages.dtype.element_ty), mask=line < D)
-
+        exponents = k_exponent | v_exponent << 8
     # The last token of a row zeroes the rest of its page if the row began that page in this call.
     is_last = token + 1 == num_tokens
     if not is_last:
         after = tl.load(positions + token + 1).to(tl.int32)
         is_last = (tl.load(row_of + token + 1) != row) | (after < 0)
-    if is_last & (position // BLOCK * BLOCK >= start):
-        rows = 1 + tl.arange(0, PAGE)
-        spare = position % BLOCK + rows
-        rest = (place + rows)[:, None] * D + line
-        nothing = tl.zeros([PAGE, DIM], tl.float32).to(k_pages.dtype.element_ty)
-        is_spare = (spare < BLOCK)[:, None] & (line < D)
-        tl.store(k_pages + rest, nothing, mask=is_spare)
-        tl.store(v_pages + rest, nothing, mask=is_spare)
-        if exponents_ptr is not None:
-            tl.store(exponents_ptr + place + rows, (rows * 0).to(tl.int16), mask=spare < BLOCK)
+    is_rest = is_last & (position // BLOCK * BLOCK >= start)
+    _write(k, v, exponents, k_pages, v_pages, exponents_ptr, place, position, is_rest, line, BLOCK, D, PAGE, DIM)
+    if frames_ptr is not None:
+        frame = tl.load(frames_ptr + group * num_pages + page)
+        if frame >= 0:
+            copy = (group * num_frames + frame) * BLOCK + position % BLOCK
+            _write(k, v, exponents, hot_k, hot_v, hot_exponents_ptr, copy, position, is_rest, line, BLOCK, D, PAGE, DIM)
 
     if ((position + 1) % STRIDE == 0) & (position + 1 >= KERNEL):
         _pool(
@@ -133,13 +153,13 @@ def _append_kernel(
 def append(
     k_new: Tensor, v_new: Tensor, pages_k: Tensor, pages_v: Tensor, pages_k1: Tensor, pages_k2: Tensor,
     tables: Tensor, starts: Tensor, row_of: Tensor, positions: Tensor, sparse: SparseConfig,
-    exponents: Tensor | None = None,
+    exponents: Tensor | None = None, hot: HotPages | None = None,
 ) -> None:  # fmt: skip
     """Write k_new, v_new [T, G, D] into pages [G, P, rows, D] and pool the windows that they complete.
 
     tables [S, N]; starts [S]: the first position of each row in this call; row_of, positions [T]: a row's tokens
     are adjacent in T; a position of -1 is padding. The rest of a new page after the last token becomes 0. FP8 pages
-    have exponents [G, P, rows, 2], see `cache.to_fp8`.
+    have exponents [G, P, rows, 2], see `cache.to_fp8`. What has a frame in `hot` is written there too.
     """
     num_tokens, groups, dim = k_new.shape
     if not num_tokens:
@@ -151,7 +171,7 @@ def append(
     assert dim * k_new.element_size() % 16 == 0
     _append_kernel[(num_tokens, groups)](
         k_new, v_new, pages_k, pages_v, pages_k1, pages_k2, exponent_pairs(pages_k, exponents),
-        tables, starts, row_of, positions,
+        *hot_arguments(hot), tables, starts, row_of, positions,
         num_tokens, pages_k.shape[1], *k_new.stride()[:2], *v_new.stride()[:2], tables.stride(0),
         **append_constants(sparse, dim), **pdl_options(k_new.device, num_tokens, dependents_first=True),
         num_warps=4,  # fixed: the order of a mean's sum depends on it
