@@ -32,7 +32,8 @@ class Capacity:
     can_draft: bool = False  # has a draft head
     can_gather: bool = False  # gathers what sampled positions attend to (`wants_sources`)
     has_warm_up: bool = False  # compiles kernels for sizes that it meets the first time
-    offload: str = ""  # where keys and values lie, if not in the device's memory: "on disk"
+    offload: str = ""  # where keys and values lie, if not in the device's memory: "on disk", "in host memory"
+    hot_bytes: int = 0  # of the device's memory, for copies of keys and values that lie in host memory
 
     def pages_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -20,7 +20,10 @@ USABLE = 0.9  # share of a machine's memory; the rest is left to the system
 STATE_ELEMENT_BYTES = {"auto": 4, "bf16": 2}  # by the option `state`
 LEAST_SLOTS = 2  # one sequence, and the snapshot that it leaves
 MAX_SLOTS = 4096  # by default: a bound for the tables with a row per slot, which only tiny models reach
-ON_DISK = "on disk"  # `Offload.place`
+ON_DISK, IN_HOST_MEMORY = "on disk", "in host memory"  # `Offload.place`
+STREAMED_LAYERS = 2  # sparse layers whose part of a context is on the device while a prompt is read from host memory
+_HOT_SHARE = 8  # the hot pool gets one part in so many of the budget, unless the options say how much
+_INDEX_BYTES = 4  # of a page number or a frame number
 _CACHE_SHARE = 0.5  # share of the free memory, if no budget is given
 _STATE_SHARE = 4  # states get at most one part in so many of the budget, pages the rest
 
@@ -42,6 +45,26 @@ def pooled_bytes(config: SalaConfig, element_bytes: int) -> int:
     width = config.num_key_value_heads * config.head_dim
     pooled = -(-width * element_bytes * 5 // (4 * config.sparse_config.kernel_stride))  # every stride, every fourth
     return len(config.sparse_layers) * pooled
+
+
+def index_bytes(config: SalaConfig) -> int:
+    """Return the bytes that tell which block of a page is in the hot pool, and which is about to get there."""
+    return _INDEX_BYTES * config.num_key_value_heads * (len(config.sparse_layers) + 1)
+
+
+def streamed_bytes(config: SalaConfig, num_tokens: int, element_bytes: int, kv_bytes: int | None = None) -> int:
+    """Return the bytes through which a context comes to the device layer by layer, in whole blocks."""
+    layers, block = len(config.sparse_layers), config.sparse_config.block_size
+    keys_values = token_bytes(config, element_bytes, kv_bytes) - pooled_bytes(config, element_bytes)
+    return -(-num_tokens // block) * block * keys_values * min(STREAMED_LAYERS, layers) // max(1, layers)
+
+
+def least_hot_bytes(config: SalaConfig, element_bytes: int, kv_bytes: int | None = None) -> int:
+    """Return the bytes of the blocks that a token of one sequence attends to: the least that a hot pool holds."""
+    sparse = config.sparse_config
+    num_blocks = max(sparse.num_selected, -(-sparse.dense_len // sparse.block_size))
+    keys_values = token_bytes(config, element_bytes, kv_bytes) - pooled_bytes(config, element_bytes)
+    return num_blocks * sparse.block_size * keys_values
 
 
 def cache_bytes(config: SalaConfig, num_tokens: int, element_bytes: int, kv_bytes: int | None = None) -> int:
@@ -105,6 +128,8 @@ class Estimate:
     snapshots: int
     activations: int
     runtime: int = RUNTIME_BYTES
+    hot: int = 0  # copies of blocks whose keys and values lie in host memory
+    streamed: int = 0  # a part of the context, while a prompt is read
     offloaded: int = 0  # keys and values outside the device's memory
 
     @property
@@ -130,13 +155,15 @@ def estimate(
     kv_bytes: int | None = None,
     state_element_bytes: int = 4,
     is_offloaded: bool = False,
+    hot_bytes: int | None = None,
 ) -> Estimate:
     """Estimate the memory of a run; offloaded keys and values are not in the device's memory.
 
-    `stored_bytes` are the weights of a checkpoint that is already quantized; `kv_bytes` the size of an element of keys
-    and values, if they are rounded; `state_element_bytes` that of the states. With `num_ranks` devices (tensor
-    parallelism) the result is per device: heads are divided, a kv head is never cut, and activations count as if they
-    were whole. `share_memory` gives a context whatever fits here, with one sequence and as many snapshots.
+    With `hot_bytes` they lie in host memory, and the device has a hot pool of that size. `stored_bytes` are the weights
+    of a checkpoint that is already quantized; `kv_bytes` the size of an element of keys and values, if they are
+    rounded; `state_element_bytes` that of the states. With `num_ranks` devices (tensor parallelism) the result is per
+    device: heads are divided, a kv head is never cut, and activations count as if they were whole. `share_memory` gives
+    a context whatever fits here, with one sequence and as many snapshots.
     """
     weights = weight_bytes(config, num_parameters, bits, element_bytes, group_size)
     weights = stored_bytes if stored_bytes is not None and bits is None else weights
@@ -145,13 +172,19 @@ def estimate(
     pages = batch * cache_bytes(config, num_tokens, element_bytes, kv_bytes) * own_groups // groups
     block = config.sparse_config.block_size
     pooled = batch * -(-num_tokens // block) * block * pooled_bytes(config, element_bytes) * own_groups // groups
+    kept, streamed = pooled, 0
+    if hot_bytes is not None:
+        kept += batch * -(-num_tokens // block) * index_bytes(config)
+        streamed = streamed_bytes(config, num_tokens, element_bytes, kv_bytes)
     return Estimate(
         num_tokens=num_tokens,
         weights=-(-weights // num_ranks),
-        pages=pooled if is_offloaded else pages,
+        pages=kept if is_offloaded else pages,
         states=batch * state_bytes(config, state_element_bytes) // num_ranks,
         snapshots=num_snapshots * state_bytes(config, state_element_bytes) // num_ranks,
         activations=activation_bytes(config, chunk, num_tokens, element_bytes, tile_bytes),
+        hot=hot_bytes or 0,
+        streamed=streamed,
         offloaded=pages - pooled if is_offloaded else 0,
     )
 
@@ -186,6 +219,7 @@ class Offload:
 
     place: str
     free: int
+    is_streamed: bool = False  # the device cannot compute there: it keeps a hot pool, and room for parts of a context
 
 
 def page_directory(options: Options) -> Path:
@@ -218,6 +252,10 @@ def share_memory(
     of_slot, of_token = overheads
     page_bytes = page_size * max(1, token_bytes(config, element_bytes, kv_bytes) + of_token)
     own_bytes = page_bytes if offload is None else page_size * max(1, pooled_bytes(config, element_bytes) + of_token)
+    away_bytes, streamed = page_bytes - own_bytes, 0
+    if offload is not None and offload.is_streamed:
+        own_bytes += index_bytes(config)
+        streamed = streamed_bytes(config, page_size, element_bytes, kv_bytes)
     slot_bytes = max(1, state_bytes(config, STATE_ELEMENT_BYTES[options.state]) + of_slot)
     chunk = options.prefill_chunk or chunk
     longest = options.ctx or config.max_position_embeddings
@@ -225,17 +263,29 @@ def share_memory(
     step = activation_bytes(config, chunk, longest, element_bytes, tile_bytes)
     step += max(0, RUNTIME_BYTES - least_slots * of_slot)
     room = max(0, free - step)
-    budget = _cache_budget(options, free, step, LEAST_SLOTS * slot_bytes + own_bytes)
+    least_hot = _least_hot(config, options, (element_bytes, kv_bytes), offload)
+    budget = _cache_budget(options, free, step, LEAST_SLOTS * slot_bytes + own_bytes + streamed + least_hot)
+    hot_sizes = (least_hot,)
+    if options.kv_hot is None and least_hot:
+        hot_sizes = (max(least_hot, budget // _HOT_SHARE), least_hot)
     most = MAX_SLOTS if options.snapshots is None else (options.max_batch or most_batch) + options.snapshots
     num_slots = max(LEAST_SLOTS, min(most, budget // _STATE_SHARE // slot_bytes))
-    ctx, num_pages, num_slots = _share_pages(
-        config,
-        options,
-        (own_bytes, page_bytes - own_bytes),
-        (budget, room if options.cache_memory is None else budget),
-        (num_slots, min(num_slots, least_slots), slot_bytes),
-        offload,
-    )
+    for hot in hot_sizes:
+        try:
+            shared = _share_pages(
+                config,
+                options,
+                (own_bytes, away_bytes, streamed),
+                (budget - hot, (room if options.cache_memory is None else budget) - hot),
+                (num_slots, min(num_slots, least_slots), slot_bytes),
+                offload,
+            )
+            if shared[1]:
+                break
+        except InputError:
+            if hot == hot_sizes[-1]:
+                raise
+    ctx, num_pages, num_slots = shared
     for_snapshots = num_slots // 2 if options.snapshots is None else min(options.snapshots, num_slots // 2)
     max_batch = options.max_batch or max(1, min(most_batch, num_slots - for_snapshots))
     ctx_pages = -(-ctx // page_size)
@@ -251,6 +301,7 @@ def share_memory(
         page_bytes=page_bytes,
         slot_bytes=slot_bytes,
         offload="" if offload is None else offload.place,
+        hot_bytes=hot,
     )
 
 
@@ -268,42 +319,64 @@ def _cache_budget(options: Options, free: int, step: int, least: int) -> int:
     return budget
 
 
+def _least_hot(config: SalaConfig, options: Options, widths: tuple[int, int | None], offload: Offload | None) -> int:
+    """Return the least bytes of the hot pool, which are all if the options say how many. Raises InputError."""
+    if offload is None or not offload.is_streamed:
+        return 0
+    least = least_hot_bytes(config, *widths)
+    if options.kv_hot is None:
+        return least
+    if 0 < options.kv_hot < least:
+        problem = f"is {options.kv_hot / 2**20:,.1f} MiB"
+        remedy = f"a token of one sequence takes {least / 2**20:,.1f} MiB; 0 switches the pool off"
+        raise InputError("kv_hot", problem, remedy)
+    return options.kv_hot
+
+
 def _share_pages(
-    config: SalaConfig, options: Options, sizes: tuple[int, int], memory: tuple[int, int], slots: tuple[int, int, int],
-    offload: Offload | None,
+    config: SalaConfig, options: Options, sizes: tuple[int, int, int], memory: tuple[int, int],
+    slots: tuple[int, int, int], offload: Offload | None,
 ) -> tuple[int, int, int]:  # fmt: skip
     """Return the longest sequence, the number of pages, and that of slots.
 
-    `sizes` are the bytes of a page on the device and offloaded, `memory` the budget and what may be used if a context
-    asks for it, `slots` how many there are to be, how many there must be, and the bytes of each.
+    `sizes` are the bytes of a page on the device, offloaded, and to stream it, which is done with one sequence at a
+    time. `memory` is the budget, and what may be used if a context asks for it. `slots` is how many there are to be,
+    how many there must be, and the bytes of each.
     """
-    (own, away), (budget, most), (num_slots, least, slot) = sizes, memory, slots
+    (own, away, streamed), (budget, most), (num_slots, least, slot) = sizes, memory, slots
     page_size = config.sparse_config.block_size
     beyond = 0 if offload is None else _offload_budget(options, offload)
-    num_pages = max(0, budget - num_slots * slot) // own
+    longest = -(-(options.ctx or config.max_position_embeddings) // page_size)
+    num_pages = _pages_in(budget - num_slots * slot, own, streamed, longest)
     if offload is not None:
         num_pages = min(num_pages, beyond // away)
     if options.ctx is None:
         return min(config.max_position_embeddings, num_pages * page_size), num_pages, num_slots
     if options.ctx < 1:
         raise InputError("ctx", f"is {options.ctx}", "it must be at least 1")
-    pages = -(-options.ctx // page_size)
+    pages = longest
     if pages <= num_pages:
         return options.ctx, num_pages, num_slots
     # Requested explicitly: half of what is free, and a quarter of it for states, are only defaults.
-    fitting = max(0, most - least * slot) // own
+    fitting = max(0, most - least * slot) // (own + streamed)
     place = ""
     if offload is not None:
         limit = offload.free if options.kv_home_size is None else beyond
         fitting = min(fitting, limit // away)
         place = f" and the {limit / 2**30:.2f} GiB {offload.place}"
     if pages <= fitting:
-        return options.ctx, pages, min(num_slots, (most - pages * own) // slot)
+        return options.ctx, pages, min(num_slots, (most - pages * (own + streamed)) // slot)
     raise InputError(
         "ctx",
         f"is {options.ctx:,}, which needs {pages * (own + (away if offload else 0)) / 2**30:.2f} GiB of pages",
         f"{fitting * page_size:,} tokens fit in the budget of {most / 2**30:.2f} GiB{place}",
     )
+
+
+def _pages_in(memory: int, own: int, streamed: int, longest: int) -> int:
+    """Return how many pages fit, if one sequence of up to `longest` pages is streamed too."""
+    beside = (memory - longest * streamed) // own
+    return max(0, beside if beside >= longest else memory // (own + streamed))
 
 
 def _offload_budget(options: Options, offload: Offload) -> int:

@@ -83,16 +83,16 @@ def _fastest(work: Callable[[], None]) -> float:
     return min(times)
 
 
-def step_seconds(speeds: dict[str, float], device_bytes: int, selected_bytes: int, is_offloaded: bool) -> list[float]:
+def step_seconds(speeds: dict[str, float], device_bytes: int, selected_bytes: int, home: str | None) -> list[float]:
     """Return the least time of a decode step, at best and at worst.
 
-    It reads weights, states and pooled keys on the device, and the selected keys and values there too or, offloaded, in
-    memory at best and on disk at worst. Empty if a bandwidth is missing.
+    It reads weights, states and pooled keys on the device, and the selected keys and values there too or, if their home
+    is another tier, at worst there. Empty if a bandwidth is missing.
     """
-    if "device" not in speeds or (is_offloaded and "disk" not in speeds):
+    if "device" not in speeds or (home is not None and home not in speeds):
         return []
     best = (device_bytes + selected_bytes) / speeds["device"]
-    worst = device_bytes / speeds["device"] + selected_bytes / speeds["disk"] if is_offloaded else best
+    worst = best if home is None else device_bytes / speeds["device"] + selected_bytes / speeds[home]
     return [best, worst]
 
 

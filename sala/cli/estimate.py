@@ -18,8 +18,9 @@ from sala.quantization_config import GROUP_SIZES
 
 WIDTHS = (None, 8, 4)  # bits of the table's rows; None: not quantized
 SIZES = ("ctx", "snapshots", "cache_memory", "cache_ram", "cache_disk")  # options
-KINDS = ("kv", "kv_home", "kv_home_size", "cache_dir", "state", "dtype")
+KINDS = ("kv", "kv_home", "kv_home_size", "kv_hot", "cache_dir", "state", "dtype")
 CONTEXTS = (32 << 10, 128 << 10, 512 << 10, 1 << 20)
+HOMES = ("disk", "host")  # of keys and values outside the device's memory, by the option kv_home
 TIERS = {"device": "on the device", "host": "in host memory", "disk": "on disk"}
 MEMORIES = (8, 16, 24, 32)  # GiB
 MACS = (8, 16, 24, 32, 48, 64, 128)  # GiB
@@ -75,6 +76,9 @@ def estimate(
     settings = _settings(config, options, batch) | {
         "bits": bits, "group_size": group_size, "chunk": chunk, "stored_bytes": stored, "num_ranks": tp
     }  # fmt: skip
+    if options.kv_home == "host":
+        least = mem.least_hot_bytes(config, settings["element_bytes"], settings["kv_bytes"])
+        settings["hot_bytes"] = least if options.kv_hot is None else options.kv_hot
     if engine is not None:
         s.one_of("engine", engine, ("vllm",))
         _show_vllm(config, parameters, settings, ctx, Gpus(tp, pp, nodes), memory, as_json)
@@ -91,8 +95,11 @@ def estimate(
 
 def _check(options: Options, macs: bool, is_wide: bool, bits: int | None, group_size: int) -> None:
     """Raise InputError for flags that do not go together; `is_wide`: a bandwidth is given for more than a context."""
-    if macs and options.kv_home == "disk":
-        raise InputError("kv_home", "is disk, which is for CPUs", "leave out --macs")
+    if macs and options.kv_home in HOMES:
+        other = {"disk": "CPUs", "host": "NVIDIA GPUs"}[options.kv_home]
+        raise InputError("kv_home", f"is {options.kv_home}, which is for {other}", "leave out --macs")
+    if options.kv_hot is not None and options.kv_home != "host":
+        raise InputError("kv_hot", "is for keys and values in host memory", "add --kv-home host")
     if is_wide:
         raise InputError("bandwidth", "is for one context", "leave out --table, --macs, --finetune and --engine")
     if bits is not None:
@@ -114,7 +121,8 @@ def _settings(config: SalaConfig, options: Options, batch: int) -> dict[str, Any
         "kv_bytes": 1 if options.kv == "fp8" else None,
         "state_element_bytes": mem.STATE_ELEMENT_BYTES[options.state],
         "num_snapshots": max(1 if options.snapshots is None else options.snapshots, mem.LEAST_SLOTS - batch),
-        "is_offloaded": options.kv_home == "disk",
+        "is_offloaded": options.kv_home in HOMES,
+        "hot_bytes": None,
     }
 
 
@@ -202,7 +210,7 @@ def _show_one(
     read, own_read = (mem.step_bytes(one, ctx, *widths) for one in (config, own))
     facts = {"ctx": ctx, "batch": batch, "longest": most, "conversations": kept, "step_bytes": read}
     if speeds:
-        facts |= _costs(config, ctx, settings, speeds, needed)
+        facts |= _costs(config, ctx, settings, speeds, needed, options.kv_home)
     if needed.offloaded:
         facts |= {"offload": offload.place, "offload_available": offload.free}
     _show_parts(title, facts, needed, free, as_json, more)
@@ -217,9 +225,12 @@ def _show_one(
 
 
 def _costs(
-    config: SalaConfig, ctx: int, settings: dict[str, Any], speeds: dict[str, float], needed: Estimate
+    config: SalaConfig, ctx: int, settings: dict[str, Any], speeds: dict[str, float], needed: Estimate, home: str
 ) -> dict[str, Any]:
-    """Return the least seconds of a step, and of moving a conversation, on each of the devices."""
+    """Return the least seconds of a step, and of moving a conversation, on each of the devices.
+
+    `home` is where keys and values lie, as the option says.
+    """
     batch, tp = settings["batch"], settings["num_ranks"]
     widths, state = (settings["element_bytes"], settings["kv_bytes"]), settings["state_element_bytes"]
     pooled = ctx * mem.pooled_bytes(config, widths[0]) if ctx >= config.sparse_config.dense_len else 0
@@ -228,7 +239,8 @@ def _costs(
     moved = (mem.cache_bytes(config, ctx, *widths) + mem.state_bytes(config, state)) // tp
     return {
         "bandwidths": speeds,
-        "step_s": costs.step_seconds(speeds, read, selected, settings["is_offloaded"]),
+        "home": home if home in HOMES else "device",
+        "step_s": costs.step_seconds(speeds, read, selected, home if home in HOMES else None),
         "moving_s": costs.moving_seconds(speeds, moved),
     }
 
@@ -241,7 +253,8 @@ def _show_costs(facts: dict[str, Any], ctx: int, batch: int) -> None:
     print(f"estimated from bandwidths alone ({given}), so at least; computation and launches come on top:")
     if facts["step_s"]:
         best, worst = (f"{1000 * seconds:.3g} ms" for seconds in facts["step_s"])
-        more = "" if best == worst else f"; {worst} if all of the selected blocks are read from disk"
+        place = {"host": "host memory"}.get(facts["home"], facts["home"])
+        more = "" if best == worst else f"; {worst} if all of the selected blocks are read from {place}"
         print(f"  a token of {'the answer' if batch == 1 else f'{batch} answers'}: {best}{more}")
     for tier, seconds in facts["moving_s"].items():
         place = {"host": "host memory", "disk": "disk"}[tier]
@@ -250,7 +263,9 @@ def _show_costs(facts: dict[str, Any], ctx: int, batch: int) -> None:
 
 def _offload(options: Options) -> Offload:
     """Return where offloaded keys and values would lie, and how much room there is for them."""
-    return Offload(mem.ON_DISK, options.kv_home_size or free_disk_bytes(mem.page_directory(options)) or 0)
+    if options.kv_home != "host":
+        return Offload(mem.ON_DISK, options.kv_home_size or free_disk_bytes(mem.page_directory(options)) or 0)
+    return Offload(mem.IN_HOST_MEMORY, options.kv_home_size or _free_memory(), is_streamed=True)
 
 
 def _conversations(
@@ -283,6 +298,7 @@ def _show_parts(
 ) -> None:
     """Print what is needed, part by part, and whether it fits."""
     parts = {name: count for name, count in asdict(needed).items() if name not in ("num_tokens", "offloaded")}
+    parts = {name: count for name, count in parts.items() if count or name not in ("hot", "streamed")}
     parts["total"] = needed.total
     offloaded = needed.offloaded if isinstance(needed, Estimate) else 0
     if offloaded:
@@ -297,7 +313,9 @@ def _show_parts(
     room = size(free) + (f" and {size(facts['offload_available'])} {facts['offload']}" if offloaded else "")
     print(f"{'fits into' if fits else 'does NOT fit into'} the {room} available{more}")
     if not fits and isinstance(needed, Estimate):
-        s.note("less memory: --bits 4, --kv fp8, a smaller --ctx or --batch; --memory 24G estimates for another machine")
+        s.note(
+            "less memory: --bits 4, --kv fp8, a smaller --ctx or --batch; --memory 24G estimates for another machine"
+        )
 
 
 def _tuning(method: str, optimizer: str, dtype: str, **settings: Any) -> tuple[Tuning, str]:

@@ -45,7 +45,7 @@ _attention = partial(option, scope="attention")
 Backend = Annotated[Literal["auto", "torch", "mlx"], spelling()]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], spelling()]
 KV = Annotated[Literal["auto", "fp8"], spelling()]
-KVHome = Annotated[Literal["auto", "device", "disk"], spelling(gpu="device", memory="device")]
+KVHome = Annotated[Literal["auto", "device", "host", "disk"], spelling(gpu="device", memory="device")]
 State = Annotated[Literal["auto", "bf16"], spelling(fp32="auto", bfloat16="bf16")]
 Prefill = Annotated[Literal["auto", "fp8"], spelling(exact="auto")]
 Kernels = Annotated[Literal["auto", "off"], spelling(_0="off", _1="auto", on="auto")]
@@ -100,14 +100,21 @@ class Options:
     dtype: Dtype = _loading("auto", "Precision of the weights; auto is the checkpoint's own.")
     kv: KV = _loading("auto", "Precision of the KV cache: auto, as computed, or fp8.")
     kv_home: KVHome = _loading(
-        "auto", "Where keys and values lie: device, or disk (CPU); auto: on disk if ctx needs that."
+        "auto", "Where keys and values lie: device, host (GPU) or disk (CPU); auto: host or disk if ctx needs that."
     )
     kv_home_size: Count | None = _loading(
         None,
-        "Bytes for keys and values on disk, e.g. 40G.",
+        "Bytes for keys and values on disk or in host memory, e.g. 40G.",
         ge=1,
         le=MOST,
         shown="half of what is free, or what ctx needs",
+    )
+    kv_hot: Count | None = _loading(
+        None,
+        "Bytes on the GPU for copies of keys and values in host memory, e.g. 1G; 0: none.",
+        ge=0,
+        le=MOST,
+        shown="an eighth of cache_memory",
     )
     state: State = _loading(
         "auto", "Precision of the recurrent state: auto, fp32, or bf16: half the memory, less exact."

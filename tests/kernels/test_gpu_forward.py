@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sala.backends.torch.batch import Features, pack
 from sala.backends.torch.cache import HybridCache
-from sala.backends.torch.fast import gpu_forward, gpu_prefill
+from sala.backends.torch.fast import gpu_prefill, gpu_staging
 from sala.backends.torch.fast.dispatch import select_forward, select_ops
 from sala.backends.torch.fast.gpu_forward import GpuForward
 from sala.backends.torch.kernels import block_selection, triton_kernels
@@ -175,7 +175,7 @@ def test_several_prompts_in_one_pass(device: torch.device, monkeypatch: pytest.M
     a, b = row(tokens(3, 30), 40, first, 0), sparse_row(tokens(4, 9), 50, second, 2, prompt_len=64)
     c, d = replace(row(tokens(5, 1), 0, third[:1], 3), prompt_len=5), row(tokens(6, 1), 0, (39,), 1)  # prompt, decode
     both.run(a, c, d, b, wanted=[29, 30, 31, 40])
-    monkeypatch.setattr(gpu_forward, "MAX_SPANS", 1)
+    monkeypatch.setattr(gpu_staging, "MAX_SPANS", 1)
     a, b = row(tokens(7, 1), 70, first, 0), sparse_row(tokens(8, 5), 59, second, 2, prompt_len=64)
     both.run(a, b, row(tokens(9, 20), 1, third[:2], 3), wanted=[0])
     both.run(row(tokens(10, 1), 71, first, 0), row(tokens(11, 1), 21, third[:2], 3))

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sala.backends.rows import CachedTensor, RowSpan, rows_per_page
+from sala.backends.torch.hot_pages import HotPages
 from sala.backends.torch.ops.sparse import pool_keys
 from sala.config import SalaConfig, SparseConfig
 
@@ -105,6 +106,7 @@ class KVPages:
         )
         shape = (*self.k.shape[:3], 2)
         self.exponents = (empty or own)(shape, dtype=torch.uint8) if kv == FP8 else None
+        self.hot: HotPages | None = None  # what kernels read instead of pages that lie in host memory
 
     @property
     def pools(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -134,6 +136,8 @@ class KVPages:
         kernel, stride = self.sparse.kernel_size, self.sparse.kernel_stride
         self._pool(self.k1, span, kernel, stride)
         self._pool(self.k2, span, 4 * kernel, 4 * stride)
+        if self.hot is not None:
+            self.hot.forget(span.table[span.start // self.sparse.block_size : -(-span.end // self.sparse.block_size)])
 
     def _pool(self, target: Tensor, span: Span, kernel: int, stride: int) -> None:
         overlap = kernel // stride
@@ -229,6 +233,26 @@ class HybridCache:
                 pool[:, target, :num_rows] = pool[:, source, :num_rows]
             for pool in (layer.k1, layer.k2):
                 pool[:, target] = pool[:, source]
+        self.forget_hot([target])
+
+    def add_hot_pool(self, num_frames: int) -> None:
+        """Keep copies of blocks on the device, `num_frames` of each kv group and layer; see `hot_pages.py`."""
+        shared = None
+        for layer in self.pages.values():
+            layer.hot = HotPages(layer.k, layer.exponents, num_frames, layer.k1.device, shared)
+            shared = layer.hot.clock, layer.hot.claims
+
+    def begin_step(self) -> None:
+        """Let the hot pool tell what this step uses from what earlier ones did."""
+        hot = next(iter(self.pages.values())).hot if self.pages else None
+        if hot is not None:
+            hot.clock += 1
+
+    def forget_hot(self, pages: Sequence[int]) -> None:
+        """Let pages be read in host memory again: they were written there."""
+        for layer in self.pages.values():
+            if layer.hot is not None:
+                layer.hot.forget(torch.tensor(list(pages), device=layer.hot.frames.device))
 
     @property
     def is_fp8(self) -> bool:

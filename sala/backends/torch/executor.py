@@ -11,7 +11,15 @@ import psutil
 import torch
 from torch import Tensor
 
-from sala.backends.memory import ON_DISK, Offload, page_directory, pooled_bytes, share_memory
+from sala.backends.memory import (
+    IN_HOST_MEMORY,
+    ON_DISK,
+    Offload,
+    page_directory,
+    pooled_bytes,
+    share_memory,
+    token_bytes,
+)
 from sala.backends.rows import DRAFT_PREFIX, cached_tensors, check_blobs, guess_tokens, keep_agreed, places_of
 from sala.backends.sources import HeadWeights
 from sala.backends.torch.adapters import AdapterSet, Rows
@@ -28,6 +36,7 @@ from sala.backends.torch.fast.dispatch import (
     select_ops,
 )
 from sala.backends.torch.gather import Gather
+from sala.backends.torch.host_memory import HostMemory
 from sala.backends.torch.kernels import native
 from sala.backends.torch.loader import pick_device, pick_dtype
 from sala.backends.torch.model import SalaModel
@@ -73,7 +82,8 @@ class TorchExecutor:
         self.dtype = dtype
         kv_dtype = pick_kv(options.kv, device)
         config, state_dtype = model.config, _STATES[options.state]
-        empty = page_file(config, capacity, dtype, options).empty if capacity.offload == ON_DISK else None
+        self.home = open_home(config, capacity, device, dtype, options)
+        empty = None if self.home is None else self.home.empty
         self.cache = HybridCache(
             config, capacity.num_pages, capacity.num_slots, dtype, device, kv_dtype, state_dtype, empty
         )
@@ -81,6 +91,8 @@ class TorchExecutor:
         self.ops = select_ops(options.kernels)
         self.fused = select_forward(model, device, capacity.max_tokens, options)
         self.ahead: AheadForward | None = None
+        if isinstance(self.fused, AheadForward):
+            self._serve_from_host(self.fused)
         self.adapters = AdapterSet(model, adapters, device) if adapters else None
         self.capacity = replace(self.capacity, has_warm_up=isinstance(self.fused, AheadForward))
         if head is not None and isinstance(self.fused, AheadForward):
@@ -99,8 +111,19 @@ class TorchExecutor:
         sizes = capacity.num_pages, capacity.num_slots, capacity.page_size
         return Drafter(head, self.model, HeadCache(head.config, *sizes, head.dtype, self.device))
 
+    def _serve_from_host(self, fused: AheadForward) -> None:
+        """Let the forward keep on the device what it reads of keys and values that lie in host memory."""
+        if isinstance(self.home, HostMemory):
+            kv_dtype = FP8 if self.cache.is_fp8 else self.dtype
+            num_frames = self.capacity.hot_bytes // page_bytes_away(self.model.config, self.dtype, kv_dtype)
+            if num_frames:
+                self.cache.add_hot_pool(num_frames)
+            fused.stream_from(self.cache, self.home)
+
     def run_ahead(self, fused: AheadForward) -> None:
         """Run plans by a forward that samples on the device."""
+        if self.fused is not fused:
+            self._serve_from_host(fused)
         self.fused = self.ahead = fused
         fused.use(self.cache, self.capacity.num_slots)
         self.capacity = replace(self.capacity, can_run_ahead=True, can_split=True, has_warm_up=True)
@@ -290,6 +313,7 @@ class TorchExecutor:
             index = torch.arange(entry.shape[1], device=self.device)
             pool[:, table] = 0
             pool.flatten(1, 2)[:, table[index // per_page] * per_page + index % per_page] = tensor
+        self.cache.forget_hot(pages)
         if self.drafter is not None:
             own = {name: blob for name, blob in blobs.items() if name.startswith(DRAFT_PREFIX)}
             found = {
@@ -306,7 +330,7 @@ class TorchExecutor:
         """Free weights and cache; the executor cannot run afterwards."""
         if not self._is_closed:
             self._is_closed = True
-            del self.model, self.cache, self.fused, self.ahead, self.adapters, self._pulse
+            del self.model, self.cache, self.fused, self.ahead, self.adapters, self._pulse, self.home
 
 
 def _is_adapted(rows: Rows) -> bool:
@@ -349,7 +373,13 @@ def open_executor(
         head = load_draft_head(options.draft_head, model, dtype, device, has_half_linears=kernel is not None)
         put_half_linears(head, options.kernels)
     capacity = plan_capacity(config, options, dtype, device, free, None if head is None else head.config)
-    if capacity.offload and options.kv_home == "auto":
+    if capacity.offload == IN_HOST_MEMORY and options.kv_home == "auto":
+        _log.warning(
+            "the keys and values of %s tokens do not fit into the GPU's memory: they lie in host memory, and answers "
+            "take longer",
+            f"{capacity.max_tokens:,}",
+        )
+    elif capacity.offload and options.kv_home == "auto":
         _log.warning(
             "the keys and values of %s tokens do not fit into memory: they are kept in a file in %s and read "
             "at the speed of the disk",
@@ -387,29 +417,53 @@ def plan_capacity(
     if head is not None:
         overheads = (overhead + head.hidden_size * dtype.itemsize, head.kv_width * dtype.itemsize)
     sizes = (name, dtype.itemsize, chunk, free, kv_dtype.itemsize, batch, overheads)
-    if options.kv_home == "disk":
-        return share_memory(config, options, *sizes, disk_offload(options, device))
+    if options.kv_home in ("disk", "host"):
+        return share_memory(config, options, *sizes, find_offload(options, device))
+    if options.kv_hot is not None and options.kv_home == "device":
+        raise InputError("kv_hot", "is for keys and values in host memory", "add kv_home host, or leave it out")
     try:
         return share_memory(config, options, *sizes)
     except InputError as error:
         # A budget for the memory says that it is not to be exceeded, not that a disk may be used.
         is_short = error.field == "ctx" and options.kv_home == "auto" and options.cache_memory is None
-        if not is_short or device.type != "cpu" or not config.sparse_layers:
+        if not is_short or device.type not in ("cpu", "cuda") or not config.sparse_layers:
             raise
-        return share_memory(config, options, *sizes, disk_offload(options, device))
+        return share_memory(config, options, *sizes, find_offload(options, device))
 
 
-def disk_offload(options: Options, device: torch.device) -> Offload:
-    """Return what the disk has for keys and values. Raises InputError for devices that cannot map files."""
-    if device.type != "cpu":
-        raise InputError("kv_home", f"is disk, which {device.type} cannot read", "use it with --device cpu")
+def find_offload(options: Options, device: torch.device) -> Offload:
+    """Return where keys and values lie outside the device's memory. Raises InputError where the device cannot read."""
+    home = options.kv_home if options.kv_home != "auto" else {"cpu": "disk", "cuda": "host"}[device.type]
+    if home == "disk" and device.type != "cpu":
+        raise InputError("kv_home", f"is disk, which {device.type} cannot read", "use host, or --device cpu")
+    if home == "host" and device.type != "cuda":
+        problem = f"is host, which is for NVIDIA GPUs; the memory of {device.type} is the host's already"
+        raise InputError("kv_home", problem, "leave it out; a CPU also has disk")
+    if home == "disk" and options.kv_hot is not None:
+        raise InputError("kv_hot", "is for keys and values in host memory", "leave it out")
+    if home == "host":
+        return Offload(IN_HOST_MEMORY, int(psutil.virtual_memory().available), is_streamed=True)
     return Offload(ON_DISK, free_disk_bytes(page_directory(options)) or 0)
 
 
-def page_file(config: SalaConfig, capacity: Capacity, dtype: torch.dtype, options: Options) -> PageFile:
-    """Return a file for the keys and values of all pages."""
-    num_bytes = capacity.page_bytes - capacity.page_size * pooled_bytes(config, dtype.itemsize)
-    return PageFile(page_directory(options), capacity.num_pages * num_bytes, 3 * len(config.sparse_layers))
+def open_home(
+    config: SalaConfig, capacity: Capacity, device: torch.device, dtype: torch.dtype, options: Options
+) -> PageFile | HostMemory | None:
+    """Return what holds the keys and values of all pages, if not the device's memory."""
+    if not capacity.offload:
+        return None
+    kv_dtype = pick_kv(options.kv, device) or dtype
+    num_bytes = capacity.num_pages * page_bytes_away(config, dtype, kv_dtype)
+    num_tensors = 3 * len(config.sparse_layers)
+    if capacity.offload == ON_DISK:
+        return PageFile(page_directory(options), num_bytes, num_tensors)
+    return HostMemory(device, num_bytes, num_tensors)
+
+
+def page_bytes_away(config: SalaConfig, dtype: torch.dtype, kv_dtype: torch.dtype) -> int:
+    """Return the bytes of the keys and values of a page in all layers."""
+    keys_values = token_bytes(config, dtype.itemsize, kv_dtype.itemsize) - pooled_bytes(config, dtype.itemsize)
+    return config.sparse_config.block_size * keys_values
 
 
 def prefill_chunk(device: torch.device) -> int:
@@ -422,6 +476,9 @@ def prefill_chunk(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return int(psutil.virtual_memory().available)
+    """Return the bytes that this process may still take; of a GPU no more than the process is held to."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available)
+    free, total = torch.cuda.mem_get_info(device)
+    share = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)  # newer than torch 2.6
+    return free if share >= 1 else max(0, min(free, int(total * share) - torch.cuda.memory_reserved(device)))

@@ -25,6 +25,7 @@ from sala.backends.sources import HeadWeights
 from sala.backends.torch.batch import Batch
 from sala.backends.torch.cache import HybridCache
 from sala.backends.torch.fast import cpu_decode, training
+from sala.backends.torch.host_memory import HostMemory
 from sala.backends.torch.kernels import native, triton_kernels
 from sala.backends.torch.linears import HalfLinear, LinearKernels, can_be_half
 from sala.backends.torch.loader import load_model
@@ -62,6 +63,10 @@ class AheadForward(FusedForward, Protocol):
 
     def use(self, cache: HybridCache, num_slots: int) -> None:
         """Prepare for `launch` on top of this cache."""
+        ...
+
+    def stream_from(self, cache: HybridCache, memory: HostMemory) -> None:
+        """Prepare for prefill on top of this cache, whose keys and values lie in host memory."""
         ...
 
     def launch(self, plan: Plan) -> Callable[[], Result]:

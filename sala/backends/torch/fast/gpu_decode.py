@@ -15,7 +15,7 @@ from torch import Tensor
 from sala.backends.torch.cache import HybridCache, KVPages, Span
 from sala.backends.torch.fast.gpu_layers import ROW_MULTIPLE, Angles, FusedLayer, capture
 from sala.backends.torch.fast.gpu_sampling import DeviceSampler
-from sala.backends.torch.kernels import block_selection, decode_attention, lightning, linear, pooling
+from sala.backends.torch.kernels import block_selection, decode_attention, hot_pages, lightning, linear, pooling
 from sala.backends.torch.kernels.fused import Heads
 from sala.backends.torch.kernels.sampling import NUM_FIELDS, sample_rows
 from sala.backends.torch.ops.lightning import decay_slopes
@@ -121,15 +121,18 @@ class DecodeSpans:
         output = q.new_empty(q.shape)
         q_, k_, v_ = (x[:num_rows] for x in (q, k, v))
         where = (self.tables, self.starts, self.row_of, self.positions)
-        pooling.append(k_, v_, *pages.pools, *where, self.sparse, pages.exponents)
+        pooling.append(k_, v_, *pages.pools, *where, self.sparse, pages.exponents, pages.hot)
         selected = block_selection.select_decode(
             q_, pages.k1, pages.k2, self.row_tables, self.lengths, self.sparse, scale, self.max_blocks, self.is_sparse
         )
+        if pages.hot is not None:
+            rows = (self.row_tables, self.lengths, self.is_sparse, selected, self.max_dense)
+            hot_pages.fetch(pages.hot, pages.k, pages.v, pages.exponents, *rows)
         decode_attention.decode_attention(
             q_, pages.k, pages.v, self.row_tables, self.lengths, self.is_sparse, selected, scale, self.max_dense,
             gate=None if gate is None else gate[:num_rows], output=output[:num_rows],
             dependents_first=layer.dependents_first, exponents=pages.exponents,
-            gathered=None if self.gathered is None else self.gathered.of_layer(layer.index),
+            gathered=None if self.gathered is None else self.gathered.of_layer(layer.index), hot=pages.hot,
         )  # fmt: skip
         return output.flatten(1)
 

@@ -9,6 +9,7 @@ mix, so that results are batch-invariant: all prefill spans together (`run_prefi
 | `gpu_weights.py` | fused, packed and FP8 matrices, products with them |
 | `gpu_layers.py` | one layer: norm, projections, MLP |
 | `gpu_prefill.py` | the mixers of prefill spans, and the CUDA graph of a short pass |
+| `gpu_staging.py` | keys and values of prefill spans, if they lie in host memory |
 | `gpu_decode.py` | the mixers of decode rows, and the CUDA graph of a decode step |
 """
 
@@ -40,11 +41,12 @@ from sala.backends.torch.fast.gpu_prefill import (
     stable_rows,
 )
 from sala.backends.torch.fast.gpu_sampling import DeviceSampler, SampledRows, to_host
+from sala.backends.torch.fast.gpu_staging import Staged, Staging, StreamedPass, passes
 from sala.backends.torch.fast.gpu_weights import weight_of
 from sala.backends.torch.gather import Gather
+from sala.backends.torch.host_memory import HostMemory
 from sala.backends.torch.kernels import block_selection, linear, triton_kernels
 from sala.backends.torch.kernels.packed_weight import PackedWeight
-from sala.backends.torch.kernels.spans import MAX_SPANS
 from sala.backends.torch.linears import AffineEmbedding
 from sala.backends.torch.model import SalaModel
 from sala.backends.torch.ops.dense import frequencies, query_growth, rotations
@@ -97,6 +99,7 @@ class GpuForward:
         self.head_weights = HeadWeights.of(self.config)
         self.source_weights: Tensor | None = torch.from_numpy(self.head_weights.weights).to(device)  # for graphs
         self.prefill_graphs: dict[int, PrefillGraph] = {}  # by rows
+        self.staging: Staging | None = None  # if keys and values lie in host memory
         self.cache: HybridCache | None = None  # whose addresses the graphs hold
         self.tables: PageTables | None = None
         self.sampler: DeviceSampler | None = None
@@ -107,6 +110,10 @@ class GpuForward:
         self.cache = cache
         self.tables = PageTables(num_slots, self.max_blocks, self.device)
         self.sampler = DeviceSampler(num_slots, self.config.vocab_size, self.device)
+
+    def stream_from(self, cache: HybridCache, memory: HostMemory) -> None:
+        """Prepare for prefill on top of a cache whose keys and values lie in host memory."""
+        self.staging = Staging(cache, memory, self.max_blocks, self.device)
 
     def weigh_heads(self, weights: HeadWeights) -> None:
         """Set the weights of heads as sources; graphs that gather with others are dropped."""
@@ -133,7 +140,7 @@ class GpuForward:
         )
         hidden: dict[int, Tensor] = {}
         kept: dict[int, Sequence[Tensor]] = {}
-        for some in (alike[at : at + MAX_SPANS] for alike in prefill for at in range(0, len(alike), MAX_SPANS)):
+        for some in passes(prefill, batch.spans, self.staging_of(cache)):
             ids, spans = [batch.ids[ends[i] : ends[i + 1]] for i in some], [batch.spans[i] for i in some]
             gathers = prefill_gathers(batch.gather, some, spans, [asked[i] for i in some], self.config)
             found, features = self.run_prefill(
@@ -170,6 +177,10 @@ class GpuForward:
             groups.setdefault(self.topk_of(spans[index]), []).append(index)
         return list(groups.values())
 
+    def staging_of(self, cache: HybridCache) -> Staging | None:
+        """Return the staging of a cache whose keys and values lie in host memory."""
+        return self.staging if self.staging is not None and self.staging.cache.pages is cache.pages else None
+
     def run_prefill(
         self,
         spans: Sequence[Span],
@@ -195,6 +206,8 @@ class GpuForward:
         rows.gathers = gathers
         rows.fill(spans, ids, asked)
         rows.prepare()
+        if (staging := self.staging_of(cache)) is not None:
+            rows.staged = StreamedPass(staging, rows, spans, self.layers[:num_layers])
         hidden = self.run(rows.tokens, rows, cache, num_layers)
         if size.wanted is not None:
             return hidden.split(counts), rows.features
@@ -219,7 +232,10 @@ class GpuForward:
     @property
     def graph_rows(self) -> list[int]:
         """The numbers of rows for which passes are captured."""
-        return [num_rows for num_rows in GRAPH_ROWS if num_rows in self.stable_rows]
+        found = [num_rows for num_rows in GRAPH_ROWS if num_rows in self.stable_rows]
+        if self.staging is not None:
+            found = [rows for rows in found if self.staging.can_hold(self.graph_size(rows))]
+        return found
 
     def graph_size(self, num_rows: int) -> PassSize:
         return PassSize.of_graph(num_rows, self.max_blocks, self.config.sparse_config)
@@ -229,6 +245,8 @@ class GpuForward:
         self.cache, self.pool = cache, self.pool or torch.cuda.graph_pool_handle()
         size = self.graph_size(num_rows)
         rows = PrefillSpans(self.config.sparse_config, self.angles, size, self.device, GRAPH_PARALLEL)
+        if (staging := self.staging_of(cache)) is not None:
+            rows.staged = Staged(staging, rows)
 
         def forward() -> Tensor:
             rows.prepare()
@@ -425,6 +443,7 @@ class GpuForward:
             x = x * self.config.scale_emb
         delta: Tensor | None = None
         rows.features.clear()
+        cache.begin_step()
         layers = self.layers[:num_layers]
         is_fp8 = self.is_fp8 and isinstance(rows, PrefillSpans)
         for layer in layers:

@@ -133,9 +133,9 @@ class FusedLayer:
 
     def mix_wanted(self, x: Tensor, rows: WantedRows, cache: Any) -> Tensor | None:
         """`mix` in the last layer of prefill spans: all rows enter the KV cache, only wanted ones attend, if any."""
-        angles, wanted = rows.angles, rows.wanted
+        wanted = rows.wanted
         assert wanted is not None
-        if self.is_lightning or self.mixer.q_norm is not None or angles.sparse is not None or angles.growth is not None:
+        if not self.can_skip_rows(rows.angles):
             o = self.attend(x, rows, cache).index_select(0, wanted)
             return residual_product(o, self.out) if len(wanted) else None
         q_end, kv_end = self.widths[0], self.widths[0] + 2 * self.widths[1]
@@ -148,6 +148,11 @@ class FusedLayer:
         q = self.projection.rows(0, q_end)(x).unflatten(1, (self.num_heads, self.head_dim))
         gate = self.projection.rows(kv_end, sum(self.widths))(x) if self.has_gate else None
         return residual_product(rows.attend_wanted(self, q, gate, cache), self.out)
+
+    def can_skip_rows(self, angles: Angles) -> bool:
+        """Return whether keys and values do without the queries of their rows, see `mix_wanted`."""
+        is_plain = angles.sparse is None and angles.growth is None
+        return is_plain and not self.is_lightning and self.mixer.q_norm is None
 
     @property
     def eps(self) -> float:

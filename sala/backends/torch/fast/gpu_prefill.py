@@ -18,8 +18,18 @@ from torch import Tensor
 
 from sala.backends.torch.cache import KVPages, Span
 from sala.backends.torch.fast.gpu_layers import Angles, FusedLayer, capture, rotate
+from sala.backends.torch.fast.gpu_staging import Staged
 from sala.backends.torch.gather import Gather
-from sala.backends.torch.kernels import attention, block_selection, decode_attention, fused, lightning, linear, pooling
+from sala.backends.torch.kernels import (
+    attention,
+    block_selection,
+    decode_attention,
+    fused,
+    hot_pages,
+    lightning,
+    linear,
+    pooling,
+)
 from sala.backends.torch.kernels import spans as span_table
 from sala.backends.torch.ops.lightning import decay_slopes
 from sala.config import SalaConfig, SparseConfig
@@ -157,6 +167,7 @@ class PrefillSpans:
         self.sparse_rows: list[SparseRows] = []
         self.gathers: Sequence[PrefillGather] = ()
         self.features: list[Tensor] = []
+        self.staged: Staged | None = None  # brings keys and values that lie in host memory
         self.has_dense, self.has_sparse_wanted, self.max_dense = True, False, size.blocks
 
     def fill(self, spans: Sequence[Span], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> None:
@@ -204,17 +215,20 @@ class PrefillSpans:
     def attend(self, layer: FusedLayer, q: Tensor, k: Tensor, v: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
         self.append(k, v, pages)
         output, scale = q.new_empty(q.shape), layer.head_dim**-0.5
+        tables, (keys, values, exponents) = self.tables, (pages.k, pages.v, pages.exponents)
+        if self.staged is not None:
+            tables, (keys, values, exponents) = self.staged.tables, self.staged.take(pages)
         if self.has_dense:
-            attention.dense_prefill(
-                q, pages.k, pages.v, self.tables, self.spans, scale, output, exponents=pages.exponents
-            )
+            attention.dense_prefill(q, keys, values, tables, self.spans, scale, output, exponents=exponents)
         for span, first, end, start in self.sparse_rows:
-            some, table = q[first:end], self.tables[span]
-            selected = block_selection.select_prefill(some, pages.k1, pages.k2, table, start, self.sparse, scale)
+            some, own = q[first:end], self.tables[span]
+            selected = block_selection.select_prefill(some, pages.k1, pages.k2, own, start, self.sparse, scale)
             attention.prefill(
-                some, pages.k, pages.v, table, selected, start, scale,
-                output=output[first:end], exponents=pages.exponents,
+                some, keys, values, tables[span], selected, start, scale,
+                output=output[first:end], exponents=exponents,
             )  # fmt: skip
+        if self.staged is not None:
+            self.staged.release(pages)
         for one in self.gathers:
             one.take(layer, q, pages)
         o = output.flatten(1)
@@ -223,7 +237,7 @@ class PrefillSpans:
     def append(self, k: Tensor, v: Tensor, pages: KVPages) -> None:
         """Write the KV cache for all rows."""
         where = (self.tables, self.spans[span_table.START.value], self.row_of, self.positions)
-        pooling.append(k, v, *pages.pools, *where, pages.sparse, pages.exponents)
+        pooling.append(k, v, *pages.pools, *where, pages.sparse, pages.exponents, pages.hot)
 
     def attend_wanted(self, layer: FusedLayer, q: Tensor, gate: Tensor | None, pages: KVPages) -> Tensor:
         """Attend with the wanted rows alone, as with rows of a decode step: q [W, H, D] → [W, H * D], gated."""
@@ -235,9 +249,13 @@ class PrefillSpans:
             tables = self.tables.index_select(0, self.wanted_spans)
             pooled, room = (pages.k1, pages.k2, tables, lengths, self.sparse), self.size.blocks
             selected = block_selection.select_decode(q, *pooled, scale, room, self.is_sparse)
+        rows = (self.tables, lengths, self.is_sparse, selected)
+        if pages.hot is not None:
+            held = (pages.k, pages.v, pages.exponents)
+            hot_pages.fetch(pages.hot, *held, *rows, self.max_dense, self.wanted_spans)
         return decode_attention.decode_attention(
-            q, pages.k, pages.v, self.tables, lengths, self.is_sparse, selected, scale, self.max_dense,
-            gate=gate, row_of=self.wanted_spans, exponents=pages.exponents,
+            q, pages.k, pages.v, *rows, scale, self.max_dense,
+            gate=gate, row_of=self.wanted_spans, exponents=pages.exponents, hot=pages.hot,
         ).flatten(1)  # fmt: skip
 
 
