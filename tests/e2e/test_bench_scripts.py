@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_serving.py"
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *arguments]
+def run(*arguments: str, script: Path = SCRIPT, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(script), *arguments]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(command, env=variables, capture_output=True, text=True, check=False)
 
@@ -56,6 +56,27 @@ def test_every_part_of_gpu_serving_runs(tmp_path: Path) -> None:
     assert {one["run"]["commit"] for cases in found.values() for one in cases.values()} == {"1234abc"}
     assert not {one["cold_length"] for one in found["first_token"].values()} & set(WARM_LENGTHS)
     assert "256 of 300/128, tok/s out" in out.stdout
+
+
+def test_gpu_kv_home_runs_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    file, script = tmp_path / "figures.json", ROOT / "benchmarks" / "gpu_kv_home.py"
+    given = ("--smoke", "--output", str(file), "--commit")
+    assert run(*given, "1234abc", "decode", script=script).returncode == 0
+    before = json.loads(file.read_text())
+    out = run(*given, "5678def", script=script)
+    assert out.returncode == 0, out.stderr
+    found = json.loads(file.read_text())
+    assert found["decode"] == before["decode"]
+    assert "decode, device: measured already" in out.stdout
+    homes = {"device", "host, least hot pool", "host, hot pool of 1 GB"}
+    assert set(found["decode"]) == homes
+    same = {home: is_same for home, is_same in found["same"]["auto"].items() if home != "run"}
+    assert same == dict.fromkeys(homes | {"host, no hot pool"}, True)
+    assert len({tuple(one["first"]) for one in found["decode"].values()}) == 1
+    assert set(found["small"]) == {"FP8 pages", "host"}
+    every = [found["long"]["4M"], *found["decode"].values(), *found["small"].values()]
+    assert all(one[kind]["per_second"] > 0 for one in every for kind in ("own", "repeated"))
+    assert found["long"]["4M"]["run"]["commit"] == "5678def"
 
 
 def test_the_start_is_measured_in_processes_of_its_own_and_other_parts_are_kept(tmp_path: Path) -> None:
