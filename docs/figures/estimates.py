@@ -16,6 +16,7 @@ PARAMETERS = count_parameters(SHAPES)
 WIDTHS = {"bf16": None, "8 bits": 8, "4 bits": 4}
 BF16 = 2  # bytes of an element
 CARDS, CARD_CHUNK = (8, 12, 16, 24), 2048  # GB; tokens of a prefill step
+HOST = 64  # GiB of host memory for keys and values
 TOKENS = 2.3e9  # of a conversion
 SPEED = 0.4 * 990e12  # FLOP/s
 GROWTH = 1.1  # parameters of the student, by those of its source
@@ -62,9 +63,14 @@ def small_cards() -> list[str]:
     for memory in CARDS:
         room = int(memory * mem.USABLE * GIB)
         kinds = (None, 1)  # bytes of an element of keys and values: as computed, FP8
-        most = [mem.longest(RELEASED, PARAMETERS, room, bits=4, chunk=CARD_CHUNK, kv_bytes=kind) for kind in kinds]
+        common = {"bits": 4, "chunk": CARD_CHUNK}
+        most = [mem.longest(RELEASED, PARAMETERS, room, **common, kv_bytes=kind) for kind in kinds]
+        for kind in kinds:
+            host = {"kv_bytes": kind, "is_offloaded": True, "hot_bytes": mem.least_hot_bytes(RELEASED, BF16, kind)}
+            most.append(mem.longest(RELEASED, PARAMETERS, room, HOST * GIB, **common, **host))
         rows.append([f"{memory} GB", f"{room / GIB:.1f}", *(_longest(tokens) for tokens in most)])
-    return lines(["card", "usable, GiB", "keys and values in bf16", "in FP8 (`--kv fp8`)"], rows)
+    homes = ["in host memory (`--kv-home host`)", "in host memory, FP8"]
+    return lines(["card", "usable, GiB", "keys and values in bf16", "in FP8 (`--kv fp8`)", *homes], rows)
 
 
 def contexts() -> list[str]:
