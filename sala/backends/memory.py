@@ -265,7 +265,7 @@ def share_memory(
     room = max(0, free - step)
     least_hot = _least_hot(config, options, (element_bytes, kv_bytes), offload)
     budget = _cache_budget(options, free, step, LEAST_SLOTS * slot_bytes + own_bytes + streamed + least_hot)
-    hot_sizes = (least_hot,)
+    hot_sizes: tuple[int, ...] = (least_hot,)
     if options.kv_hot is None and least_hot:
         hot_sizes = (max(least_hot, budget // _HOT_SHARE), least_hot)
     most = MAX_SLOTS if options.snapshots is None else (options.max_batch or most_batch) + options.snapshots

@@ -82,7 +82,7 @@ def states_of_plans(executor: TorchExecutor) -> list[torch.Tensor]:
             found.append(executor.model(batch, executor.cache).clone())
         else:
             found.append(forward(batch, executor.cache, None, wanted).clone())
-        executor.cache.fold(batch, [one.num_drafts // 2 + 1 for one in rows])
+        batch.fold_accepted([one.num_drafts // 2 + 1 for one in rows])
         check(executor)
     return found
 
