@@ -100,7 +100,7 @@ class Options:
     dtype: Dtype = _loading("auto", "Precision of the weights; auto is the checkpoint's own.")
     kv: KV = _loading("auto", "Precision of the KV cache: auto, as computed, or fp8.")
     kv_home: KVHome = _loading(
-        "auto", "Where keys and values lie: device, host (GPU) or disk (CPU); auto: host or disk if ctx needs that."
+        "auto", "Where keys and values lie: device, host (GPU) or disk (CPU); auto: disk on a CPU if ctx needs that."
     )
     kv_home_size: Count | None = _loading(
         None,

@@ -78,9 +78,11 @@ def plan(monkeypatch: pytest.MonkeyPatch, device: torch.device = GPU, **given: A
     return plan_capacity(RELEASED, Options(**given), torch.bfloat16, device, 10 * GIB)
 
 
-def test_auto_takes_host_memory_for_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_is_used_on_request_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan(monkeypatch, ctx=512 << 10).offload == ""
-    long = plan(monkeypatch, ctx=2 << 20)
+    with pytest.raises(InputError, match=r"ctx is 2,097,152.*kv_home host"):
+        plan(monkeypatch, ctx=2 << 20)
+    long = plan(monkeypatch, ctx=2 << 20, kv_home="host")
     assert (long.offload, long.max_tokens) == (IN_HOST_MEMORY, 2 << 20)
     assert long.hot_bytes >= mem.least_hot_bytes(RELEASED, 2)
     assert plan(monkeypatch, ctx=512 << 10, kv_home="host").offload == IN_HOST_MEMORY
@@ -88,7 +90,7 @@ def test_auto_takes_host_memory_for_what_does_not_fit(monkeypatch: pytest.Monkey
         with pytest.raises(InputError, match="ctx is 2,097,152"):
             plan(monkeypatch, ctx=2 << 20, **refused)
     with pytest.raises(InputError, match=r"ctx is 16,777,216.* in host memory"):
-        plan(monkeypatch, ctx=16 << 20)
+        plan(monkeypatch, ctx=16 << 20, kv_home="host")
 
 
 @pytest.mark.parametrize(

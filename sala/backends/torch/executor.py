@@ -373,13 +373,7 @@ def open_executor(
         head = load_draft_head(options.draft_head, model, dtype, device, has_half_linears=kernel is not None)
         put_half_linears(head, options.kernels)
     capacity = plan_capacity(config, options, dtype, device, free, None if head is None else head.config)
-    if capacity.offload == IN_HOST_MEMORY and options.kv_home == "auto":
-        _log.warning(
-            "the keys and values of %s tokens do not fit into the GPU's memory: they lie in host memory, and answers "
-            "take longer",
-            f"{capacity.max_tokens:,}",
-        )
-    elif capacity.offload and options.kv_home == "auto":
+    if capacity.offload and options.kv_home == "auto":
         _log.warning(
             "the keys and values of %s tokens do not fit into memory: they are kept in a file in %s and read "
             "at the speed of the disk",
@@ -426,14 +420,17 @@ def plan_capacity(
     except InputError as error:
         # A budget for the memory says that it is not to be exceeded, not that a disk may be used.
         is_short = error.field == "ctx" and options.kv_home == "auto" and options.cache_memory is None
-        if not is_short or device.type not in ("cpu", "cuda") or not config.sparse_layers:
+        if is_short and device.type == "cuda" and config.sparse_layers:  # slower, and only on request
+            remedy = "ask for fewer, or keep keys and values in host memory (kv_home host)"
+            raise InputError("ctx", error.problem, remedy) from None
+        if not is_short or device.type != "cpu" or not config.sparse_layers:
             raise
         return share_memory(config, options, *sizes, find_offload(options, device))
 
 
 def find_offload(options: Options, device: torch.device) -> Offload:
     """Return where keys and values lie outside the device's memory. Raises InputError where the device cannot read."""
-    home = options.kv_home if options.kv_home != "auto" else {"cpu": "disk", "cuda": "host"}[device.type]
+    home = "disk" if options.kv_home == "auto" else options.kv_home
     if home == "disk" and device.type != "cpu":
         raise InputError("kv_home", f"is disk, which {device.type} cannot read", "use host, or --device cpu")
     if home == "host" and device.type != "cuda":

@@ -9,7 +9,7 @@ whole last layer; the others only write its KV cache.
 import functools
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from sala.backends.torch.cache import KVPages, Span
 from sala.backends.torch.fast.gpu_layers import Angles, FusedLayer, capture, rotate
-from sala.backends.torch.fast.gpu_staging import Staged
 from sala.backends.torch.gather import Gather
 from sala.backends.torch.kernels import (
     attention,
@@ -138,6 +137,20 @@ def prefill_gathers(
     return found
 
 
+class StagedContext(Protocol):
+    """Keys and values that lie in host memory, and come to the device for a pass."""
+
+    tables: Tensor  # [S, N] block → frame of a buffer
+
+    def take(self, pages: KVPages) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return keys, values and exponents of a layer, after the pass has written its own."""
+        ...
+
+    def release(self, pages: KVPages) -> None:
+        """Let the buffer of a layer be used again."""
+        ...
+
+
 class PrefillSpans:
     """The packed rows of several prefill spans; rows, spans and wanted rows up to the size of the pass are padding.
 
@@ -167,7 +180,7 @@ class PrefillSpans:
         self.sparse_rows: list[SparseRows] = []
         self.gathers: Sequence[PrefillGather] = ()
         self.features: list[Tensor] = []
-        self.staged: Staged | None = None  # brings keys and values that lie in host memory
+        self.staged: StagedContext | None = None  # brings keys and values that lie in host memory
         self.has_dense, self.has_sparse_wanted, self.max_dense = True, False, size.blocks
 
     def fill(self, spans: Sequence[Span], ids: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> None:

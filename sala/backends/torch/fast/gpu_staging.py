@@ -7,7 +7,7 @@ if the buffer were the pages.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,12 +15,10 @@ from torch import Tensor
 
 from sala.backends.torch.cache import HybridCache, KVPages, Span, raw
 from sala.backends.torch.fast.gpu_layers import FusedLayer
+from sala.backends.torch.fast.gpu_prefill import PassSize, PrefillSpans
 from sala.backends.torch.host_memory import HostMemory
 from sala.backends.torch.kernels import hot_pages
 from sala.backends.torch.kernels.spans import MAX_SPANS
-
-if TYPE_CHECKING:
-    from sala.backends.torch.fast.gpu_prefill import PassSize, PrefillSpans
 
 MOST_RUNS = 16  # of neighbouring pages that are copied one by one; more are copied by a kernel
 
@@ -54,7 +52,7 @@ class Staging:
             return Buffer(k, v, None)
         return Buffer(k, v, torch.empty(groups, frames, block, 2, dtype=torch.uint8, device=self.device))
 
-    def can_hold(self, size: "PassSize") -> bool:
+    def can_hold(self, size: PassSize) -> bool:
         """Return whether all blocks of a pass of this size have frames."""
         return size.spans * size.blocks <= self.num_frames
 
@@ -67,7 +65,7 @@ class Staging:
 class Staged:
     """A captured pass: each layer copies its context when it attends; `tables` [S, N] are block to frame."""
 
-    def __init__(self, staging: Staging, rows: "PrefillSpans") -> None:
+    def __init__(self, staging: Staging, rows: PrefillSpans) -> None:
         self.staging, self.page_tables, self.spans = staging, rows.tables, rows.spans
         num_spans, width = rows.tables.shape
         self.first_frames = torch.arange(0, num_spans * width, width, dtype=torch.int32, device=staging.device)
@@ -91,7 +89,7 @@ class StreamedPass(Staged):
     """A pass whose context is copied beside its products."""
 
     def __init__(
-        self, staging: Staging, rows: "PrefillSpans", spans: Sequence[Span], layers: Sequence[FusedLayer]
+        self, staging: Staging, rows: PrefillSpans, spans: Sequence[Span], layers: Sequence[FusedLayer]
     ) -> None:
         """Begin to copy the context of `spans`, which are in `rows`; `layers` are all that the pass goes through."""
         super().__init__(staging, rows)
@@ -161,7 +159,7 @@ def passes(groups: Sequence[Sequence[int]], spans: Sequence[Span], staging: Stag
             rest = rest[len(some) :]
 
 
-def _attending(rows: "PrefillSpans", layers: Sequence[FusedLayer]) -> list[FusedLayer]:
+def _attending(rows: PrefillSpans, layers: Sequence[FusedLayer]) -> list[FusedLayer]:
     """Return the sparse layers in which all rows of a pass attend."""
     if rows.wanted is not None and layers and layers[-1].can_skip_rows(rows.angles):
         layers = layers[:-1]
