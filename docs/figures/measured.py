@@ -28,12 +28,12 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "quant_recall.json": (
         "sh -c 'head -c 20000 " + GPL + " > gpl-3.txt; cat {root}/docs/guides/*.md | head -c 60000 > guides.txt'",
         SCRIPT + "quant_quality.py smol-sala gpl-3.txt -o {name} --calibration guides.txt --tokens 2048 --measured 2048"
-        " --texts 4 --only '^(8 bits|4 bits|4 bits, --.*)$'",
+        " --texts 1 --only '^(8 bits|4 bits|4 bits, --method rtn)$'",
     ),
     "ruler_smol.json": (
         "python {root}/models/smol-sala/teacher.py SmolLM2-135M-Instruct",
         "sala eval official ruler -m smol-sala --against SmolLM2-135M-Instruct --tasks " + RULER + " --haystack prose"
-        " --lengths 4K,8K,16K,32K --limit 1,1,1,1 --threads 1 -o {name}",
+        " --lengths 4K,8K,16K,32K --limit 1,1,1,1 -o {name}",
     ),
 }
 PARTIAL = {

@@ -97,7 +97,7 @@ def quantization() -> list[str]:
     found = read("quant_recall.json")
     lengths = [row["length"] for row in found["recall"]]
     head = ["", "perplexity", "KL, nats", "same first choice", "MiB"]
-    head += [f"facts found at {length_label(length)}" for length in lengths]
+    head += [f"facts found at {length_label(length)} (loss of a token)" for length in lengths]
     rows = [["not quantized again", f"{found['perplexity']:.2f}", "", "", "", *_counts(found["recall"])]]
     for name, entry in found.items():
         if isinstance(entry, dict) and "recall" in entry:
@@ -162,7 +162,7 @@ def cpu_bits() -> list[str]:
 
 
 def _counts(recall: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{row['found']} of {row['asked']}" for row in recall]
+    return [f"{row['found']} of {row['asked']} ({row['loss']:.2f})" for row in recall]
 
 
 def ruler() -> list[str]:
