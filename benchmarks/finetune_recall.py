@@ -45,12 +45,15 @@ TOLD = {
     "rank": 16,
 }
 OPTIONS: dict[str, Any] = TOLD | {"recall": False}
-RUNS: dict[str, dict[str, Any]] = {"plain": {"keep_long": 0.0}, "replay": {}}
+RUNS: dict[str, dict[str, Any]] = {"plain": {"keep_long": 0.0}, "replay": {}, "default rate": {"lr": None}}
 RESTORED = {"as trained": None, "plain": "plain", "orthogonal": "orthogonal"}
 BEFORE = "before"
 # the models: name → run, and how queries and keys are restored
 TITLES: dict[str, tuple[str, str | None]] = {BEFORE: ("", None)} | {
-    f"{name}, {title}": (name, how) for name in RUNS for title, how in RESTORED.items()
+    f"{name}, {title}": (name, how)
+    for name, changes in RUNS.items()
+    for title, how in RESTORED.items()
+    if how is None or "lr" not in changes
 }
 
 

@@ -115,9 +115,10 @@ def finetuning() -> list[str]:
         "plain, as trained": "`--keep-long 0`: no measures",
         "plain, plain": "`--keep-long 0 --restore-qk`",
         "plain, orthogonal": "`--keep-long 0 --restore-qk --restore-by orthogonal`",
-        "replay, as trained": "the default: `--keep-long 10%`",
+        "replay, as trained": "`--keep-long 10%`, the default",
         "replay, plain": "`--keep-long 10% --restore-qk`",
         "replay, orthogonal": "`--keep-long 10% --restore-qk --restore-by orthogonal`",
+        "default rate, as trained": "the default, also of the learning rate",
     }
     shown = [(name, found[key]) for key, name in names.items() if key in found]
     lengths = list(shown[0][1])
