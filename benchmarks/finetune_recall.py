@@ -34,7 +34,7 @@ from sala.text.tokenizer import Tokenizer
 HERE = Path(__file__).parent
 LISTS = HERE.parent / "models" / "smol-sala" / "prompts.toml"
 NUM_CHATS = 500
-TEXTS = 4
+TEXTS = 2
 TOLD = {
     "model": "smol-sala",
     "lr": 1e-3,

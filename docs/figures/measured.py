@@ -37,7 +37,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     ),
 }
 PARTIAL = {
-    "finetune_recall.json": "the run was ended before all was measured",
     "quant_recall.json": "`gptq` has not been run yet",
     "ruler_smol.json": "the run was ended before all cases were asked",
 }
