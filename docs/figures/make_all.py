@@ -100,7 +100,7 @@ FIGURES: dict[str, Figure] = {
     ),
     "needle-gpu.png": recorded("needle_gpu.json", "Needles in smol-sala 0.3, on an H200"),
     "needle-smol-sala.png": recorded("needle_smol.json", "Needles in smol-sala 0.4"),
-    "ruler-smol-sala.png": recorded("ruler_smol.json", "RULER: smol-sala 0.5 and its teacher"),
+    "ruler-smol-sala.png": recorded("ruler_smol.json", "RULER: smol-sala 0.5.1"),
     "sizing.png": Figure(
         make_sizing.draw_all, (SCRIPTS + "make_sizing.py",), lambda: "\n".join(make_sizing.table_of_sequences())
     ),

@@ -5,13 +5,15 @@ A table stands between `<!-- results: NAME -->` and `<!-- end of results -->`; t
 
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from docs.figures import estimates, gpu_tables, make_sizing
-from docs.figures.measured import remark
+from docs.figures.measured import remark, totals
 from docs.figures.results import RESULTS, ROOT, lines, read, read_model
+from sala.lab.report.official import MEAN
 from sala.lab.report.record import Record
 from sala.lab.report.statistics import interval
 from sala.options.schema import length_label
@@ -95,7 +97,7 @@ def quantization() -> list[str]:
     found = read("quant_recall.json")
     lengths = [row["length"] for row in found["recall"]]
     head = ["", "perplexity", "KL, nats", "same first choice", "MiB"]
-    head += [f"facts found at {length_label(length)}" for length in lengths]
+    head += [f"facts found at {length_label(length)} (loss of a token)" for length in lengths]
     rows = [["not quantized again", f"{found['perplexity']:.2f}", "", "", "", *_counts(found["recall"])]]
     for name, entry in found.items():
         if isinstance(entry, dict) and "recall" in entry:
@@ -107,21 +109,22 @@ def quantization() -> list[str]:
 
 def finetuning() -> list[str]:
     """Facts found by smol-sala before and after fine-tuning on short chats."""
-    found = read("finetune_recall.json")["recall"]
+    found = {name: totals(rows) for name, rows in read("finetune_recall.json")["recall"].items()}
     names = {
         "before": "before",
         "plain, as trained": "`--keep-long 0`: no measures",
         "plain, plain": "`--keep-long 0 --restore-qk`",
         "plain, orthogonal": "`--keep-long 0 --restore-qk --restore-by orthogonal`",
-        "replay, as trained": "the default: `--keep-long 10%`",
+        "replay, as trained": "`--keep-long 10%`, the default",
         "replay, plain": "`--keep-long 10% --restore-qk`",
         "replay, orthogonal": "`--keep-long 10% --restore-qk --restore-by orthogonal`",
+        "default rate, as trained": "the default, also of the learning rate",
     }
     shown = [(name, found[key]) for key, name in names.items() if key in found]
-    lengths = [row["length"] for row in shown[0][1]]
+    lengths = list(shown[0][1])
     head = ["", *(part for length in lengths for part in (f"facts found at {length_label(length)}", "loss of a token"))]
     rows = [
-        [name, *(cell for row in rows for cell in (f"{row['found']} of {row['asked']}", f"{row['loss']:.2f}"))]
+        [name, *(cell for row in rows.values() for cell in (f"{row['found']} of {row['asked']}", f"{row['loss']:.2f}"))]
         for name, rows in shown
     ]
     return [*lines(head, rows), *remark("finetune_recall.json")]
@@ -160,19 +163,39 @@ def cpu_bits() -> list[str]:
 
 
 def _counts(recall: Sequence[dict[str, Any]]) -> list[str]:
-    return [f"{row['found']} of {row['asked']}" for row in recall]
+    return [f"{row['found']} of {row['asked']} ({row['loss']:.2f})" for row in recall]
 
 
 def ruler() -> list[str]:
-    """smol-sala and its teacher on RULER, by task and length; and the tokens asked for and read."""
-    rows = []
-    for row in Record.load(RESULTS / "ruler_smol.json").results:
+    """smol-sala and its teacher on RULER, by task and length: right answers of cases, and means with intervals."""
+    cells = Record.load(RESULTS / "ruler_smol.json").results
+    lengths = sorted({row["length"] for row in cells})
+    scores: dict[tuple[str, str], dict[int, str]] = {}
+    for row in cells:
         low, high = interval(row["score"], row["trials"])
-        counts = [f"{row[name]:,}" for name in ("trials", "asked", "read")]
-        score = f"{100 * row['score']:.0f} ({100 * low:.0f}–{100 * high:.0f})"
-        rows.append([row["model"], row["task"], length_label(row["length"]), score, *counts])
-    head = ["model", "task", "tokens", "score (95% interval)", "cases", "asked for", "read"]
-    return [*lines(head, rows), *remark("ruler_smol.json")]
+        text = f"{row['score'] * row['trials']:.3g}/{row['trials']}"
+        if row["metric"] == MEAN:
+            text = f"**{100 * row['score']:.0f}%** ({100 * low:.0f}–{100 * high:.0f}), n={row['trials']}"
+        scores.setdefault((row["model"], row["task"]), {})[row["length"]] = text
+    rows = [[*key, *(found.get(length, "–") for length in lengths)] for key, found in scores.items()]
+    return [*lines(["model", "task", *map(length_label, lengths)], rows), *remark("ruler_smol.json")]
+
+
+def ruler_tokens() -> list[str]:
+    """Tokens of RULER's prompts that were asked for, and that were read, by model and length."""
+    sums: dict[tuple[str, int], Counter[str]] = {}
+    for row in Record.load(RESULTS / "ruler_smol.json").results:
+        if row["metric"] != MEAN:
+            counts = {name: row[name] for name in ("trials", "asked", "read")}
+            sums.setdefault((row["model"], row["length"]), Counter()).update(counts)
+    rows = [
+        [
+            model, length_label(length), str(one["trials"]), f"{one['asked']:,}", f"{one['read']:,}",
+            f"{100 * (1 - one['read'] / one['asked']):.1f}%",
+        ]
+        for (model, length), one in sums.items()
+    ]  # fmt: skip
+    return lines(["model", "tokens", "cases", "asked for", "read", "saved"], rows)
 
 
 def benchmarks() -> list[str]:
@@ -412,6 +435,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "quantization": quantization,
     "quantization-methods": quantization_methods,
     "ruler": ruler,
+    "ruler-tokens": ruler_tokens,
     "sampling": sampling,
     "shared-texts": shared,
     "sources": sources,

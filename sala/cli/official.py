@@ -23,6 +23,10 @@ DataDirectory = Annotated[
 ]
 Against = Annotated[str | None, s.flag("Dense model to ask the same through transformers.", metavar="DIR")]
 Plain = Annotated[bool, s.flag("Continue the text instead of the model's chat format.", "--plain")]
+JudgeDirectory = Annotated[
+    str | None,
+    s.flag("Model of entailment that judges citations (helmet), e.g. t5_xxl_true_nli_mixture.", metavar="DIR"),
+]
 EstimateOnly = Annotated[bool, s.flag("Only say how many tokens and how much time it takes.", "--estimate")]
 Minutes = Annotated[float | None, s.flag("Start no new case after this many minutes per model.", "--minutes")]
 
@@ -45,6 +49,7 @@ class OfficialFlags:
     output: Path | None
     plot: Path | None
     force: bool
+    judge: str | None = None
 
 
 @s.derived
@@ -59,6 +64,7 @@ def official(
     haystack: Annotated[str | None, s.flag("Text in place of RULER's essays.", metavar="prose|FILE|DIR")] = None,
     data: DataDirectory = None,
     against: Against = None,
+    judge: JudgeDirectory = None,
     plain: Plain = False,
     estimate: EstimateOnly = False,
     minutes: Minutes = None,
@@ -74,7 +80,8 @@ def official(
     Cases that begin alike are read once. An interrupted run continues.
     """
     asked = OfficialFlags(
-        benchmark, tasks, lengths, limit, seed, haystack, data, against, plain, estimate, minutes, output, plot, force
+        benchmark, tasks, lengths, limit, seed, haystack, data, against, plain, estimate, minutes, output, plot, force,
+        judge,
     )  # fmt: skip
     run_official(asked, options, verbose)
 
@@ -103,6 +110,7 @@ def run_official(asked: OfficialFlags, options: Options, verbose: bool) -> None:
         "benchmark": asked.benchmark, "tasks": list(request.tasks), "lengths": list(request.lengths),
         "limit": list(request.limits.values()), "seed": asked.seed, "format": "plain" if asked.is_plain else "chat",
         "haystack": asked.haystack, "against": dense and dense.name,
+        **({} if asked.judge is None else {"judge": Path(asked.judge).expanduser().resolve().name}),
     }  # fmt: skip
     run = Run("official", path.name, settings, file, plot_file(asked.plot, file), asked.force)
     session = _Session(asked, benchmark, request, run, options)
@@ -111,7 +119,7 @@ def run_official(asked: OfficialFlags, options: Options, verbose: bool) -> None:
     if dense is not None:
         rows += session.ask_dense(dense)
     if not asked.is_estimate:
-        session.save(rows)
+        session.save(rows, session.judge(rows))
 
 
 def _to_request(asked: OfficialFlags, benchmark: "Benchmark", tokenizer: Any) -> "BenchmarkRequest":
@@ -121,10 +129,14 @@ def _to_request(asked: OfficialFlags, benchmark: "Benchmark", tokenizer: Any) ->
     names = benchmark.tasks if asked.tasks == "all" else [*dict.fromkeys(map(str.strip, asked.tasks.split(",")))]
     tasks = [s.one_of("tasks", name, (*benchmark.tasks, *benchmark.more)) for name in names]
     lengths = s.counts(asked.lengths or benchmark.lengths, "lengths", MIN_LENGTH)
+    if asked.judge is not None and (asked.benchmark != "helmet" or not Path(asked.judge).expanduser().is_dir()):
+        what = "is no directory" if asked.benchmark == "helmet" else f"does not apply to {asked.benchmark}"
+        raise InputError("judge", what, "give the directory of a model of entailment for helmet, or leave it out")
     if asked.haystack is not None and asked.benchmark != "ruler":
         raise InputError("haystack", f"does not apply to {asked.benchmark}", "leave it out")
     data = Data(asked.data and asked.data.expanduser())
-    return BenchmarkRequest(tasks, _limits(asked.limit, lengths), tokenizer, data, asked.seed, asked.haystack)
+    limits, has_judge = _limits(asked.limit, lengths), asked.judge is not None
+    return BenchmarkRequest(tasks, limits, tokenizer, data, asked.seed, asked.haystack, has_judge)
 
 
 def _limits(text: str, lengths: Sequence[int]) -> dict[int, int]:
@@ -260,11 +272,20 @@ class _Session:
                 f"about {duration(seconds)}"
             )
 
-    def save(self, rows: "list[ResultRow]") -> None:
-        """Write the record, print the scores, and say how much was read."""
+    def judge(self, rows: "list[ResultRow]") -> "list[ResultRow]":
+        """Return the scores of citations, if there is a model that judges them."""
+        if self.asked.judge is None:
+            return []
+        from sala.lab.eval.official.citations import EntailmentModel, judge_citations, summarise_citations
+
+        model = EntailmentModel(Path(self.asked.judge).expanduser(), self.options.device)
+        return summarise_citations(judge_citations(self.questions, rows, model))
+
+    def save(self, rows: "list[ResultRow]", more: "Sequence[ResultRow]" = ()) -> None:
+        """Write the record with `more` cells, print the scores, and say how much was read."""
         from sala.lab.eval.official.run import summarise
 
-        cells = summarise(rows, self.benchmark.metric, self.benchmark.whole)
+        cells = [*summarise(rows, self.benchmark.metric, self.benchmark.whole), *more]
         record = self.run.to_record(cells)
         asked = sum(row["prompt_tokens"] for row in rows)
         read = asked - sum(row["cached_tokens"] for row in rows)

@@ -187,6 +187,18 @@ def test_other_settings_are_noticed(name: str, change: Callable[[Any], Any], wor
     assert words in measured.differences(name, data)
 
 
+def test_facts_of_several_texts_are_added_up() -> None:
+    rows = [
+        {"length": 8192, "text": 0, "found": 5, "asked": 8, "loss": 0.5, "tokens": 10},
+        {"length": 8192, "text": 1, "found": 7, "asked": 8, "loss": 0.2, "tokens": 20},
+        {"length": 2048, "text": 0, "found": 8, "asked": 8, "loss": 0.1, "tokens": 9},
+    ]
+    assert measured.totals(rows) == {
+        8192: {"found": 12, "asked": 16, "tokens": 30, "loss": pytest.approx(0.3), "texts": 2},
+        2048: {"found": 8, "asked": 8, "tokens": 9, "loss": pytest.approx(0.1), "texts": 1},
+    }
+
+
 def test_results_of_other_weights_are_noticed(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     for text, is_older in (

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sala.backends.torch.fast import training
+from sala.backends.torch.fast.dispatch import select_ops
 from sala.backends.torch.ops import dense, lightning, sparse
 from sala.backends.torch.ops.dense import apply_rope, grow_queries, rms_norm, rope_angles
 from sala.checkpoint.packing import dequantize, quantize
@@ -156,6 +158,32 @@ def test_sparse_attention_is_masked_attention(length: int, tile_bytes: int, monk
         lambda q, k, v: softmax_attention(q, k, v, mask, 0.3),
         inputs,
     )
+
+
+@pytest.mark.parametrize("length", [1, 2, 63, 65, 130])
+@pytest.mark.parametrize("mask_bytes", [1, 1 << 13, 1 << 26])
+def test_a_mask_is_the_same_as_gathering(length: int, mask_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "MASK_BYTES", mask_bytes)
+    inputs = [draw(length, 6, DIM), draw(length, 2, DIM, seed=1), draw(length, 2, DIM, seed=2)]
+    mask = chosen_mask(inputs[0], inputs[1], 0.3)
+
+    def masked(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return training.masked_attention(q, k, v, SMALL, 0.3, sparse.select_whole)
+
+    if length > 1:
+        same(masked, lambda q, k, v: softmax_attention(q, k, v, mask, 0.3), inputs)
+    torch.testing.assert_close(masked(*inputs), sparse.whole_sparse_attention(*inputs, SMALL, 0.3))
+
+
+def test_long_rows_are_gathered_and_shorter_ones_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    for module, name in ((training, "masked_attention"), (sparse, "whole_sparse_attention")):
+        monkeypatch.setattr(module, name, lambda *_, name=name: called.append(name))
+    monkeypatch.setattr(training, "MASKED", 2)
+    limit = 2 * SMALL.num_selected * SMALL.block_size
+    for length in (limit, limit + 1):
+        select_ops().whole_sparse_attention(draw(length, 6, DIM), draw(length, 2, DIM), draw(length, 2, DIM), SMALL, 1)
+    assert called == ["masked_attention", "whole_sparse_attention"]
 
 
 def test_norm() -> None:

@@ -208,6 +208,8 @@ def _lightning_whole(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], sl
 def _whole_sparse_attention(q: Tensor, k: Tensor, v: Tensor, sparse_config: SparseConfig, scale: float) -> Tensor:
     if q.is_cuda and training.FLEX_TILE % sparse_config.block_size == 0:
         return training.whole_sparse_attention(q, k, v, sparse_config, scale, _select_whole)
+    if q.device.type == "cpu" and training.can_mask(q.shape[0], sparse_config):
+        return training.masked_attention(q, k, v, sparse_config, scale, _select_whole)
     return sparse.whole_sparse_attention(q, k, v, sparse_config, scale, _select_whole)
 
 

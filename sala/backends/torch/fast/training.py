@@ -1,4 +1,6 @@
-"""Whole sequences with gradients on a GPU: flash-linear-attention, PyTorch's flex attention, Triton block selection.
+"""Whole sequences with gradients: on a GPU flash-linear-attention, PyTorch's flex attention and Triton block selection.
+
+On a CPU the selected blocks are a mask of dense attention, as long as most of the keys are selected by some query.
 
 Called by `dispatch.py`; the references are `ops.lightning.lightning_whole` and `ops.sparse.whole_sparse_attention`.
 """
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from sala.backends.torch.ops.sparse import SelectWhole, pool_keys
 from sala.config import SparseConfig
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 FLEX_TILE = 128  # flex attention's tile of queries and of keys
+MASKED = 8  # times as many keys as a query selects are read as fast as the selected ones are gathered, or faster
+MASK_BYTES = 64 << 20  # of a tile's mask in fp32
 
 
 @functools.cache
@@ -66,8 +71,7 @@ def whole_sparse_attention(
     with torch.no_grad():
         selected = select(q.detach(), k.detach().transpose(0, 1), sparse, scale)
     num_blocks, per_group = -(-length // block_size), heads // k.shape[1]
-    is_selected = torch.zeros(length, k.shape[1], num_blocks + 1, dtype=torch.bool, device=q.device)
-    is_selected = is_selected.scatter_(2, torch.where(selected < 0, num_blocks, selected), True)
+    is_selected = _is_selected(selected, num_blocks)
 
     def is_seen(_: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         return is_selected[row, head // per_group, column // block_size] & (row >= column)
@@ -76,6 +80,53 @@ def whole_sparse_attention(
     mask = _tile_mask(is_selected[:, :, :num_blocks], block_size, per_group, is_seen)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return attend(q, k, v, block_mask=mask, scale=scale, enable_gqa=per_group > 1)[0].transpose(0, 1)
+
+
+def _is_selected(selected: Tensor, num_blocks: int) -> Tensor:
+    """Blocks [n, G, C], -1 for none → whether each is selected [n, G, num_blocks + 1]; the last column is of none."""
+    found = torch.zeros(*selected.shape[:2], num_blocks + 1, dtype=torch.bool, device=selected.device)
+    return found.scatter_(2, torch.where(selected < 0, num_blocks, selected), True)
+
+
+def can_mask(num_tokens: int, sparse: SparseConfig) -> bool:
+    """Return whether `masked_attention` is faster than the reference on a CPU."""
+    return num_tokens <= MASKED * sparse.num_selected * sparse.block_size
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, sparse: SparseConfig, scale: float, select: SelectWhole
+) -> Tensor:
+    """`ops.sparse.whole_sparse_attention` as dense attention with a mask: a CPU multiplies faster than it gathers."""
+    with torch.no_grad():
+        selected = select(q.detach(), k.detach().transpose(0, 1), sparse, scale)
+    length, heads = q.shape[:2]
+    size = max(1, MASK_BYTES // (4 * heads * length))
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    # The backward pass makes a tile's mask again: those of all tiles would fill the memory.
+    outputs = []
+    for begin in range(0, length, size):
+        end = min(begin + size, length)
+        tile = q[begin:end], keys[:, :end], values[:, :end], selected[begin:end]
+        outputs.append(checkpoint(_masked_tile, *tile, begin, sparse.block_size, scale, use_reentrant=False))
+    return torch.cat(outputs)
+
+
+def _masked_tile(
+    q: Tensor, keys: Tensor, values: Tensor, selected: Tensor, start: int, block_size: int, scale: float
+) -> Tensor:
+    """Queries at positions start, start+1, …: q [n, H, D], keys and values [G, start + n, D] → [n, H, D].
+
+    The heads of a group are folded into the query rows, as in `ops.dense`.
+    """
+    (n, heads, dim), (groups, visible) = q.shape, keys.shape[:2]
+    is_seen = _is_selected(selected, -(-visible // block_size))[..., :-1]
+    mask = is_seen.repeat_interleave(block_size, -1)[..., :visible]  # [n, G, visible]
+    rows = torch.arange(start, start + n, device=q.device)[:, None, None]
+    mask &= torch.arange(visible, device=q.device) <= rows
+    folded = q.view(n, groups, -1, dim).permute(1, 2, 0, 3).reshape(1, groups, -1, dim)
+    mask = mask.transpose(0, 1).repeat(1, heads // groups, 1)[None]
+    output = F.scaled_dot_product_attention(folded, keys[None], values[None], attn_mask=mask, scale=scale)
+    return output.view(groups, -1, n, dim).permute(2, 0, 1, 3).reshape(n, heads, dim)
 
 
 def _tile_mask(is_selected: Tensor, block_size: int, per_group: int, is_seen: Callable[..., Tensor]) -> "BlockMask":

@@ -10,6 +10,7 @@ from functools import partial
 from sala.errors import InputError
 from sala.lab.eval.official import scores
 from sala.lab.eval.official.case import Question, Score
+from sala.lab.eval.official.citations import CitedAnswer, document
 from sala.lab.eval.official.data import need
 from sala.lab.eval.official.reading import Row, collect
 from sala.lab.eval.official.request import BenchmarkRequest, Progress
@@ -38,7 +39,7 @@ _CITED = TaskPrompt(
 
 
 def helmet(request: BenchmarkRequest, progress: Progress) -> Iterator[Question]:
-    """Yield questions whose answers are checked for the right values; citations are asked for and not scored."""
+    """Yield questions whose answers are checked for the right values; their citations need a judge."""
     own = {task: file for task in request.tasks if (file := request.data.find(f"helmet_{task}")) is not None}
     lacking = [task for task in request.tasks if task not in own]
     sizes = [size for size in SIZES if size <= request.lengths[-1]]
@@ -53,8 +54,10 @@ def helmet(request: BenchmarkRequest, progress: Progress) -> Iterator[Question]:
         prompt = find_prompt(request.data.directory, f"helmet_{task}", None, _CITED if is_cited else _RECALL)
         if prompt in (_CITED, _RECALL):
             request.remark("HELMET's prompts are not part of its rows: the questions are worded by us")
-        if is_cited:
-            request.remark("citations are not scored: HELMET judges them with an 11B model of entailment")
+        if is_cited and not request.has_judge:
+            request.remark(
+                "citations are not scored: --judge DIR gives a model of entailment, HELMET's has 11B parameters"
+            )
         make = _cited if is_cited else _recalled
         yield from collect(
             request, progress, partial(make, rows=rows, prompt=prompt), prompt.max_tokens, (task,), prompt.stops
@@ -99,4 +102,6 @@ def _cited(task: str, rows: list[Row], prompt: TaskPrompt) -> Iterator[tuple[str
         else:
             parts = [first(one) for one in need(row, "answers")[0]]
             score = partial(scores.listed, parts)
-        yield prompt.text(row), [part[0] for part in parts], score, {}
+        documents = tuple(document(one) for one in row["docs"])
+        cited = CitedAnswer(score, str(row["question"]), documents, task != "asqa")
+        yield prompt.text(row), [part[0] for part in parts], cited, {}

@@ -21,6 +21,7 @@ class BenchmarkRequest:
     data: Data
     seed: int = 0
     haystack: str | None = None
+    has_judge: bool = False  # a model that tells whether documents support a statement
     notes: list[str] = field(default_factory=list)  # what a reader of the scores must know
 
     @property
