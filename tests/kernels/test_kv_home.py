@@ -1,5 +1,6 @@
 """Keys and values in host memory on the GPU path: the same tokens as with all pages on the device."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,10 +37,13 @@ BY_THE_MODEL = 5  # of the plans: by the definition, as rows with adapters are
 
 
 @pytest.fixture(autouse=True)
-def small_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Little padding: the interpreter is slow."""
     monkeypatch.setattr(gpu_prefill, "MIN_ROWS", 16)
     monkeypatch.setattr(gpu_prefill, "ROW_MULTIPLE", 16)
+    gpu_prefill.stable_rows.cache_clear()  # it may hold those of another test, with other sizes
+    yield
+    gpu_prefill.stable_rows.cache_clear()
 
 
 def make_executor(device: torch.device, hot: int | None, is_ahead: bool = True, **more: Any) -> TorchExecutor:
