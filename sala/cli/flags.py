@@ -274,7 +274,7 @@ def load(options: Options, verbose: bool = False, **changes: Any) -> "LLM":
     from sala.llm import LLM
 
     try:
-        with _patience(f"loading {path.name} …"):
+        with _note_if_slow(f"loading {path.name} …"):
             llm = LLM(path, options=options, **changes)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "memory" not in str(error).lower():
@@ -289,8 +289,8 @@ def load(options: Options, verbose: bool = False, **changes: Any) -> "LLM":
 
 
 @contextmanager
-def _patience(text: str, seconds: float = 2.0) -> Iterator[None]:
-    """Say on a terminal what a user waits for, if it takes long."""
+def _note_if_slow(text: str, seconds: float = 2.0) -> Iterator[None]:
+    """Write a note on a terminal if the block takes longer than this."""
     import threading
 
     timer = threading.Timer(seconds, note, [text])

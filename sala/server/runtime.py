@@ -243,13 +243,13 @@ class Runtime:
                 await self._make_room(unused_s)
             began = time.monotonic()
             llm = await self._try(entry_id, open_model, path, self._settings)
-            _log.info("%s is ready: loaded in %.1f s, context %s", entry_id, time.monotonic() - began, f"{llm.ctx:,}")
             llm.service.max_queue = self._settings.max_queue
             llm.service.limit_time(self._settings.answer_seconds)
             llm.service.observe(self._observer, _log)
             llm.service.start()
             model = LoadedModel(entry_id, path, llm, time.time(), time.monotonic())
             self.loaded[entry_id] = model
+            _log.info("%s is ready: loaded in %.1f s, context %s", entry_id, time.monotonic() - began, f"{llm.ctx:,}")
             return model
 
     async def _try(self, model_id: str, work: Callable[..., T], *arguments: object) -> T:
